@@ -1,0 +1,1 @@
+"""Drafters: whatever can guess the next tokens of an image."""

@@ -1,0 +1,110 @@
+"""The EAGLE head: one or more decoder layers over [token embedding; target feature], drafting features and tokens.
+
+Optionally it also reads the tokens above and above-right of the cell that it predicts: they are drawn already, and no
+other input tells it more. Everything else that differs between published heads is a field of the architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from underdraw.drafters.level import LevelSession, Pending
+from underdraw.layout import Layout
+from underdraw.nn.linear import Linear
+from underdraw.nn.stream import Stream
+from underdraw.nn.transformer import Arch, Transformer
+from underdraw.plan import MAX_EXPANDED
+from underdraw.protocols import Opening, Prompt
+from underdraw.tree import Calibration
+
+ABOVE = ((-1, 0), (-1, 1))  # cells that lie above and above-right
+
+
+class EagleNet(nn.Module):
+    """Input projection and decoder. `above` says whether the row above is read; `bias` is the projection's."""
+
+    def __init__(self, arch: Arch, feature_dim: int, *, above: bool, bias: bool = True) -> None:
+        super().__init__()
+        self.body = Transformer(arch)
+        inputs = arch.dim * (1 + (len(ABOVE) if above else 0)) + feature_dim
+        self.fc = Linear(inputs, arch.dim, bias=bias)
+        self.missing = nn.Parameter(torch.zeros(len(ABOVE), arch.dim)) if above else None
+
+    def inputs(self, tokens: Tensor, features: Tensor, above: Tensor | None) -> Tensor:
+        """tokens (R, N), features (R, N, D), above (R, N, 2) token ids, -1 where there is none -> (R, N, dim)."""
+        parts = [self.body.embed(tokens).to(features.dtype), features]
+        if self.missing is not None:
+            assert above is not None
+            parts.append(self.embed_above(above).flatten(-2).to(features.dtype))
+        return self.fc(torch.cat(parts, dim=-1))
+
+    def embed_above(self, above: Tensor) -> Tensor:
+        """(R, N, 2) token ids -> (R, N, 2, dim)."""
+        assert self.missing is not None
+        return torch.where((above >= 0)[..., None], self.body.embed(above.clamp(min=0)), self.missing)
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle:
+    """A trained head with the calibration of its scores."""
+
+    net: EagleNet
+    calibration: Calibration = Calibration()
+    image_offset: int | None = None
+
+    @torch.no_grad()
+    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> EagleSession:
+        return EagleSession(self, layout, first, guidance)
+
+
+class EagleSession(LevelSession):
+    """Follows the target's features; place i holds the feature of token i and token i + 1."""
+
+    def __init__(self, drafter: Eagle, layout: Layout, first: Opening, guidance: float) -> None:
+        net = drafter.net
+        stream = Stream(net.body, first.lengths.shape[0], first.longest + layout.stop - layout.start + MAX_EXPANDED)
+        # One place earlier than the token has in the target.
+        place = drafter.image_offset
+        offset = first.lengths - layout.start - 1 if place is None else torch.full_like(first.lengths, place - 1)
+        super().__init__(net.body, layout, guidance, drafter.calibration, stream, offset)
+        self.eagle = net
+        tokens = torch.cat([first.prefix[:, 1:], first.prefix[:, :1]], dim=1).clamp(min=0)
+        index = torch.arange(first.longest, device=offset.device)
+        steps = index + 1 - (first.lengths[:, None] - layout.start)
+        for step, token in enumerate(layout.prologue):
+            self.known[:, step] = token
+        self.pending = Pending(tokens, first.features, steps, first.lengths, first.longest, first.shortest)
+
+    def rotation(self, steps: Tensor) -> Tensor:
+        turned = super().rotation(steps.clamp(min=0))
+        if self.stream.longest > 0:
+            return turned
+        prompt = self.net.arch.rope.prompt(steps.shape[1], steps.device)  # the prompt has no steps of its own
+        return torch.where((steps >= 0)[..., None, None], turned, prompt)
+
+    def inputs(self, tokens: Tensor, features: Tensor | None, steps: Tensor) -> Tensor:
+        assert features is not None
+        above = self.above(steps) if self.eagle.missing is not None else None
+        return self.eagle.inputs(tokens, features, above)
+
+    def above(self, steps: Tensor) -> Tensor:
+        """Tokens above and above-right of the cells after `steps` (R, N), -1 where none is known: (R, N, 2)."""
+        return above_tokens(self.known, self.layout, steps + 1, self.roots, self.copies)
+
+
+def above_tokens(known: Tensor, layout: Layout, steps: Tensor, roots: Tensor, copies: int) -> Tensor:
+    """Committed tokens above and above-right of the cells at `steps` (R, N): (R, N, 2), -1 where there is none.
+
+    A neighbour after the root (B,) is part of the tree, not of the picture, and counts as unknown.
+    """
+    found = []
+    table, last = known.repeat(copies, 1), roots.repeat(copies)[:, None]
+    for rows, cols in ABOVE:
+        place, inside = layout.neighbour(steps, rows, cols)
+        inside = inside & (place <= last) & (steps > layout.start)
+        found.append(torch.where(inside, table.gather(1, place.clamp(0, table.shape[1] - 1)), -1))
+    return torch.stack(found, dim=-1)

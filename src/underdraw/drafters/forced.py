@@ -1,0 +1,35 @@
+"""No guesses at all: only the tokens that the layout forces. What plain autoregression drafts with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from underdraw.layout import Layout
+from underdraw.protocols import Opening, Outcome, Prompt, Request
+from underdraw.tree import DraftTree, chain, only_root
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Knows the layout and nothing else."""
+
+    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> ForcedSession:
+        return ForcedSession(layout)
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedSession:
+    layout: Layout
+
+    def draft(self, request: Request) -> DraftTree:
+        if request.plan.depth == 0 or self.layout.row_end is None:
+            return only_root(request.root)
+        tokens = torch.stack([request.root, torch.full_like(request.root, self.layout.row_end)], dim=1)
+        room = 1 if request.limits is None else request.limits.depth.clamp(max=1)
+        return chain(tokens, self.layout.forced(request.steps + 1) * room)
+
+    def commit(self, outcome: Outcome) -> None:
+        pass

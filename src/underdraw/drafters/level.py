@@ -1,0 +1,139 @@
+"""What drafters with a network share: a stream that follows the target and is asked level by level.
+
+After every verdict the newly committed tokens, the new root last, are appended to the drafter's own cache; the tree
+grows on top of it and is forgotten. Subclasses say what one input looks like.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from underdraw.layout import Layout
+from underdraw.nn.session import guided
+from underdraw.nn.stream import Stream
+from underdraw.nn.transformer import Transformer
+from underdraw.protocols import Outcome, Request
+from underdraw.tree import Calibration, DraftTree, Level, grow
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Tokens that the drafter has not seen yet: the root of the next tree comes last, at place counts - 1."""
+
+    tokens: Tensor  # (R, N) the token of each input; the root's place is filled in when it is known
+    features: Tensor | None  # (R, N, D) the target's features one place before each token
+    steps: Tensor  # (R, N) of the tokens; negative inside a prompt
+    counts: Tensor  # (R,)
+    longest: int
+    shortest: int
+
+
+class LevelSession:
+    """Follows one batch. `offset` (R,) is the sequence place of step 0, as in the target."""
+
+    def __init__(
+        self,
+        net: Transformer,
+        layout: Layout,
+        guidance: float,
+        calibration: Calibration,
+        stream: Stream,
+        offset: Tensor,
+    ) -> None:
+        self.net, self.layout, self.guidance, self.calibration = net, layout, guidance, calibration
+        self.copies = 1 if guidance == 1 else 2
+        self.stream, self.offset = stream, offset
+        batch = offset.shape[0] // self.copies
+        self.known = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=offset.device)  # committed tokens
+        self.roots = torch.zeros(batch, dtype=torch.int64, device=offset.device)  # (B,) step of the last root
+        self.pending: Pending | None = None
+        self.top = torch.empty(0)  # (R, 1, D) output at the root
+
+    def inputs(self, tokens: Tensor, features: Tensor | None, steps: Tensor) -> Tensor:
+        """Embeddings (R, N, dim) of tokens at `steps` (R, N), given the features before them."""
+        raise NotImplementedError
+
+    def rotation(self, steps: Tensor) -> Tensor:
+        return self.net.arch.rope.raster(self.layout, steps, self.offset)
+
+    @torch.no_grad()
+    def draft(self, request: Request) -> DraftTree:
+        self.roots = request.steps
+        self.known.scatter_(1, request.steps[:, None], request.root[:, None])
+        self._follow(request.root)
+        grower = Grower(self, request.steps.repeat(self.copies))
+        return grow(
+            grower.expand, request.root, self.fit(request).plan, request.draws,
+            proposal=request.proposal, calibration=self.calibration, limits=request.limits,
+        )  # fmt: skip
+
+    def fit(self, request: Request) -> Request:
+        """The request as far as this drafter can serve it."""
+        return request
+
+    def _follow(self, root: Tensor) -> None:
+        """Run the pending tokens through the network; its output at the root starts the tree."""
+        pending = self.pending
+        assert pending is not None, "a session drafts after it was opened or committed to"
+        last = (pending.counts - 1).clamp(min=0)[:, None]
+        tokens = pending.tokens.scatter(1, last, root.repeat(self.copies)[:, None])
+        x = self.inputs(tokens, pending.features, pending.steps)
+        rotation = self.rotation(pending.steps)
+        out = self.stream.extend(x, rotation, pending.counts, pending.longest, pending.shortest)
+        self.top = out.gather(1, last[..., None].expand(-1, -1, out.shape[-1]))
+
+    def commit(self, outcome: Outcome) -> None:
+        """Take note of the accepted tokens and of the target's features at them."""
+        path, copies = outcome.verdict.path, self.copies
+        drafted = outcome.tree.tokens.gather(1, path)  # (B, D) tokens of the path, the old root first
+        order = torch.arange(path.shape[1], device=path.device)
+        steps = self.roots[:, None] + order  # of the path's tokens
+        accepted = (order < outcome.counts[:, None]) & (order > 0)
+        place = torch.where(accepted, steps, steps[:, :1])
+        self.known.scatter_(1, place, torch.where(accepted, drafted, drafted[:, :1]))
+        after = torch.cat([drafted[:, 1:], drafted[:, :1]], dim=1).repeat(copies, 1)
+        width = outcome.output.features.shape[-1]
+        features = outcome.output.features.gather(1, path.repeat(copies, 1)[..., None].expand(-1, -1, width))
+        self.pending = Pending(
+            after,
+            features,
+            (steps + 1).repeat(copies, 1),
+            outcome.counts.repeat(copies),
+            outcome.longest,
+            outcome.shortest,
+        )
+
+    def logits(self, features: Tensor) -> Tensor:
+        """(R, W, D) -> guided (B, W, K)."""
+        return guided(self.net.logits(features), self.guidance)
+
+
+class Grower:
+    """Answers one tree's levels: each node attends to the committed tokens and to its own ancestors."""
+
+    def __init__(self, session: LevelSession, steps: Tensor) -> None:
+        self.session, self.steps = session, steps  # (R,) step of the root
+        self.outputs = session.top  # (R, W, D) of the level before
+        self.ancestors: Tensor | None = None  # (R, W, M) of the level before, over all nodes so far
+
+    def expand(self, level: Level) -> Tensor:
+        session, copies = self.session, self.session.copies
+        if level.depth == 0:
+            return session.logits(self.outputs)
+        tokens, parents = level.tokens.repeat(copies, 1), level.parents.repeat(copies, 1)  # (R, W)
+        rows, width = tokens.shape
+        features = self.outputs.gather(1, parents[..., None].expand(-1, -1, self.outputs.shape[-1]))
+        steps = (self.steps[:, None] + level.depth).expand(rows, width)
+        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(rows, width, width)
+        if self.ancestors is None:
+            self.ancestors = own
+        else:
+            above = self.ancestors.gather(1, parents[..., None].expand(-1, -1, self.ancestors.shape[-1]))
+            self.ancestors = torch.cat([above, own], dim=-1)
+        x = session.inputs(tokens, features, steps)
+        depths = torch.full_like(tokens, level.depth - 1)  # the root is committed in this cache
+        self.outputs = session.stream.branch(x, session.rotation(steps), depths, self.ancestors)
+        return session.logits(self.outputs)

@@ -1,0 +1,43 @@
+"""A smaller model of the same family as the drafter: same prompts, same tokens, its own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from underdraw.drafters.level import LevelSession, Pending
+from underdraw.layout import Layout
+from underdraw.nn.session import DecoderSession, DecoderTarget
+from underdraw.plan import MAX_EXPANDED
+from underdraw.protocols import Opening, Prompt
+from underdraw.tree import Calibration
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Any decoder that reads the target's prompts and draws the target's codes."""
+
+    target: DecoderTarget
+    calibration: Calibration = Calibration()
+
+    @torch.no_grad()
+    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> ModelSession:
+        return ModelSession(self, prompts, layout, guidance)
+
+
+class ModelSession(LevelSession):
+    """The small model reads tokens alone; the target's features are nothing to it."""
+
+    def __init__(self, drafter: Model, prompts: Sequence[Prompt], layout: Layout, guidance: float) -> None:
+        session = DecoderSession(drafter.target, prompts, layout, guidance, room=MAX_EXPANDED)
+        net, stream = drafter.target.net, session.stream
+        super().__init__(net, layout, guidance, drafter.calibration, stream, session.offset)
+        rows = stream.length.shape[0]
+        start = torch.full((rows, 1), layout.start, device=stream.length.device)
+        self.pending = Pending(start, None, start, torch.ones_like(stream.length), 1, 1)
+
+    def inputs(self, tokens: Tensor, features: Tensor | None, steps: Tensor) -> Tensor:
+        return self.net.embed(tokens)

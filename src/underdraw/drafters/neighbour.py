@@ -1,0 +1,87 @@
+"""Guesses without weights: copy the token to the left, those above, and what followed the same token before.
+
+Each source is a vote for one code with a weight; the votes over a thin uniform floor are the draft's distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from underdraw.errors import ConfigError
+from underdraw.layout import Layout
+from underdraw.protocols import Opening, Outcome, Prompt, Request
+from underdraw.tree import Calibration, DraftTree, Level, grow
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """Weights of the votes: left, above, above-right, and the code that last followed this one in this image."""
+
+    left: float = 1.0
+    above: float = 1.0
+    above_right: float = 0.5
+    bigram: float = 1.0
+    floor: float = 0.5
+
+    def __post_init__(self) -> None:
+        if min(self.left, self.above, self.above_right, self.bigram) < 0 or self.floor <= 0:
+            raise ConfigError("neighbour weights must not be negative and floor must be positive.")
+
+    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> NeighbourSession:
+        return NeighbourSession(self, layout, len(prompts), first.logits.device)
+
+
+class NeighbourSession:
+    """The committed tokens of B images, and for every column the one that followed it last."""
+
+    def __init__(self, drafter: Neighbour, layout: Layout, batch: int, device: torch.device) -> None:
+        self.drafter, self.layout = drafter, layout
+        self.known = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=device)  # columns
+        self.follows = torch.full((batch, layout.columns), -1, dtype=torch.int64, device=device)
+        self.steps = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    def draft(self, request: Request) -> DraftTree:
+        self.steps = request.steps
+        self.known.scatter_(1, request.steps[:, None], self.layout.columns_of(request.root)[:, None])
+
+        def expand(level: Level) -> Tensor:
+            return self._votes(self.layout.columns_of(level.tokens), request.steps + level.depth + 1)
+
+        return grow(
+            expand, request.root, request.plan, request.draws,
+            proposal=request.proposal, calibration=Calibration(), limits=request.limits,
+        )  # fmt: skip
+
+    def _votes(self, before: Tensor, steps: Tensor) -> Tensor:
+        """Log weights (B, W, K) for the cell at `steps` (B,), given the columns (B, W) drafted before it."""
+        weights, codes = self.drafter, len(self.layout.codes)
+        votes = torch.full(
+            (*before.shape, codes + 1), weights.floor / codes, device=before.device
+        )  # last: nobody's vote
+        sources = [(before, weights.left), (self.follows.gather(1, before), weights.bigram)]
+        for rows, cols, weight in ((-1, 0, weights.above), (-1, 1, weights.above_right)):
+            place, inside = self.layout.neighbour(steps, rows, cols)
+            column = self.known.gather(1, place.clamp(0, self.known.shape[1] - 1)[:, None])
+            sources.append((torch.where(inside[:, None], column, -1).expand_as(before), weight))
+        for column, weight in sources:
+            valid = (column >= 0) & (column < codes)
+            votes.scatter_add_(2, torch.where(valid, column, codes)[..., None], torch.full_like(votes[..., :1], weight))
+        return votes[..., :codes].log()
+
+    def commit(self, outcome: Outcome) -> None:
+        path = outcome.verdict.path
+        columns = self.layout.columns_of(outcome.tree.tokens.gather(1, path))  # (B, D), the root first
+        order = torch.arange(path.shape[1], device=path.device)
+        accepted = (order > 0) & (order < outcome.counts[:, None])
+        steps = torch.where(accepted, self.steps[:, None] + order, self.steps[:, None])
+        self.known.scatter_(1, steps, torch.where(accepted, columns, columns[:, :1]))
+        last = self.layout.columns_of(outcome.verdict.next_token)[:, None]
+        after = torch.where(order + 1 < outcome.counts[:, None], torch.cat([columns[:, 1:], last], dim=1), last)
+        real = order < outcome.counts[:, None]
+        place = torch.where(real, columns, columns[:, :1])
+        # Places past the path repeat the root's own pair.
+        self.follows.scatter_(1, place, torch.where(real, after, after[:, :1]))

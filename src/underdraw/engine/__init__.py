@@ -1,0 +1,1 @@
+"""The engine: target sessions and the decoding loop."""

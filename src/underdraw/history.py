@@ -1,0 +1,145 @@
+"""History: what happened at every step of one image. What policies read, metrics sum and pictures show.
+
+Numpy only. Rows are steps of the layout; a step that no tree has produced yet has `tree` -1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from underdraw.layout import Layout
+from underdraw.plan import TreePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One target pass for one image of the batch. Callbacks, progress bars, servers and benchmarks all take this."""
+
+    index: int  # which pass of this decode
+    sequence: int  # which image of the batch
+    start: int  # step of the tree's root
+    accepted: int  # drafted nodes that the target agreed with
+    plan: TreePlan
+    tokens: tuple[int, ...]  # new tokens: the accepted ones and the target's own next one
+    ranks: tuple[int, ...]  # of each accepted node among its siblings
+    seconds: float  # the whole pass, shared by the batch
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The tree that produced one step."""
+
+    depth: int
+    width: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        """Accepted share of the depth; a tree that could not reach anything counts as fully accepted."""
+        return self.accepted / self.depth if self.depth else 1.0
+
+
+def _column(layout: Layout, value: int, dtype: type) -> NDArray[Any]:
+    return np.full(layout.steps, value, dtype=dtype)
+
+
+@dataclass(slots=True)
+class History:
+    """One image's tokens and, for each step, the tree it came from."""
+
+    layout: Layout
+    seed: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+    tokens: NDArray[np.int64] = field(init=False)
+    tree: NDArray[np.int32] = field(init=False)  # which pass produced the step; -1 not yet, -2 forced or prefilled
+    depth: NDArray[np.int16] = field(init=False)  # depth and width of that tree's plan
+    width: NDArray[np.int16] = field(init=False)
+    nodes: NDArray[np.int16] = field(init=False)
+    accepted: NDArray[np.int16] = field(init=False)  # drafted nodes that were accepted in that pass
+    rank: NDArray[np.int16] = field(init=False)  # rank of the accepted node; -1 where the target chose alone
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        self.tokens = _column(layout, -1, np.int64)
+        self.tree = _column(layout, -1, np.int32)
+        for name in ("depth", "width", "nodes", "accepted"):
+            setattr(self, name, _column(layout, 0, np.int16))
+        self.rank = _column(layout, -1, np.int16)
+        for step, token in enumerate(layout.prologue):
+            self.tokens[step], self.tree[step] = token, -2
+
+    @property
+    def next_step(self) -> int:
+        """The first step that has no token yet."""
+        missing = np.flatnonzero(self.tokens < 0)
+        return int(missing[0]) if len(missing) else self.layout.steps
+
+    def begin(self, token: int) -> None:
+        """The first token, drawn from the prompt alone."""
+        self.tokens[self.layout.start] = token
+        self.tree[self.layout.start] = -2
+        self._finish(self.layout.start + 1)
+
+    def write(self, step: Step) -> None:
+        """Note one pass."""
+        first = step.start + 1
+        stop = first + len(step.tokens)
+        self.tokens[first:stop] = step.tokens
+        self.tree[first:stop] = self.passes
+        self.depth[first:stop] = step.plan.depth
+        self.width[first:stop] = step.plan.width
+        self.nodes[first:stop] = step.plan.nodes
+        self.accepted[first:stop] = step.accepted
+        self.rank[first : first + len(step.ranks)] = step.ranks
+        self.passes += 1
+        self.seconds += step.seconds
+        self._finish(stop)
+
+    def _finish(self, step: int) -> None:
+        """Fill in what follows the last cell: all of it is forced."""
+        layout = self.layout
+        if step < layout.stop:
+            return
+        tail = layout.epilogue if layout.row_end is None else (layout.row_end, *layout.epilogue)
+        self.tokens[layout.stop :] = tail
+        self.tree[layout.stop :] = -2
+
+    def at(self, step: int) -> Record | None:
+        """The tree that produced `step`, if a tree did."""
+        if not 0 <= step < self.layout.steps or self.tree[step] < 0:
+            return None
+        return Record(int(self.depth[step]), int(self.width[step]), int(self.accepted[step]))
+
+    @property
+    def done(self) -> bool:
+        return bool(self.tokens[self.layout.stop - 1] >= 0)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """tau: tokens of the raster over target passes, the prompt's own pass left out of both."""
+        drawn = int((self.tree >= 0).sum())
+        return drawn / self.passes if self.passes else float("nan")
+
+    @property
+    def mean_depth(self) -> float:
+        """Depth of the trees, averaged over passes."""
+        return self._per_pass(self.depth)
+
+    @property
+    def mean_nodes(self) -> float:
+        return self._per_pass(self.nodes)
+
+    def _per_pass(self, column: NDArray[Any]) -> float:
+        _, first = np.unique(self.tree[self.tree >= 0], return_index=True)
+        return float(column[self.tree >= 0][first].mean()) if len(first) else float("nan")
+
+    def map(self, name: str) -> NDArray[Any]:
+        """A column as a (height, width) map over the picture."""
+        layout = self.layout
+        raster = getattr(self, name)[layout.start : layout.start + layout.pitch * layout.height]
+        return raster.reshape(layout.height, layout.pitch)[:, : layout.width]

@@ -1,0 +1,117 @@
+"""An image as a token sequence: which token a step must or may be, and where in the picture a step lies.
+
+The only place that knows token ids. A *step* counts the tokens of one image from 0: the prologue, then the rows of
+cells (each closed by `row_end` where the model has one), then the epilogue. A *column* counts what a step may
+choose from: the image codes in order and, last, the row end. Everything here is integer arithmetic, so it takes
+Python ints, numpy arrays and torch tensors alike and imports neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from underdraw.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A grid of `height` x `width` codes written row by row."""
+
+    height: int
+    width: int
+    codes: range
+    prologue: tuple[int, ...] = ()
+    row_end: int | None = None
+    epilogue: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.height < 1 or self.width < 1:
+            raise ConfigError(f"a grid of {self.height} x {self.width} codes is empty; both sides must be at least 1.")
+        if self.codes.step != 1 or len(self.codes) < 2:
+            raise ConfigError(f"codes {self.codes} must be a range of at least 2 consecutive token ids.")
+        for name, ids in (("prologue", self.prologue), ("epilogue", self.epilogue)):
+            if any(i < 0 or i in self.codes for i in ids):
+                raise ConfigError(
+                    f"{name} {ids} holds a negative id or an image code; forced tokens must lie outside {self.codes}."
+                )
+        if self.row_end is not None and (self.row_end < 0 or self.row_end in self.codes):
+            raise ConfigError(f"row_end {self.row_end} must be a token id outside the image codes {self.codes}.")
+
+    @property
+    def pitch(self) -> int:
+        """Tokens from a cell to the one below it."""
+        return self.width + (self.row_end is not None)
+
+    @property
+    def start(self) -> int:
+        """Step of the first cell."""
+        return len(self.prologue)
+
+    @property
+    def stop(self) -> int:
+        """One past the step of the last cell: whatever follows is forced and never has to be drawn."""
+        return self.start + self.pitch * (self.height - 1) + self.width
+
+    @property
+    def steps(self) -> int:
+        """Tokens of the whole image, forced ones included."""
+        return self.start + self.pitch * self.height + len(self.epilogue)
+
+    @property
+    def cells(self) -> int:
+        return self.height * self.width
+
+    @property
+    def columns(self) -> int:
+        """How many symbols a step of the raster chooses from: the codes, and the row end if there is one."""
+        return len(self.codes) + (self.row_end is not None)
+
+    def cell(self, step: int) -> tuple[int, int] | None:
+        """(row, column) of the cell that `step` fills, or None for a forced token."""
+        row, col = divmod(step - self.start, self.pitch)
+        inside = step >= self.start and row < self.height and col < self.width
+        return (row, col) if inside else None
+
+    def step(self, row: int, col: int) -> int:
+        """The step that fills cell (row, col)."""
+        if not (0 <= row < self.height and 0 <= col < self.width):
+            raise ConfigError(f"cell ({row}, {col}) lies outside the {self.height} x {self.width} grid.")
+        return self.start + row * self.pitch + col
+
+    def forced(self, steps: Any) -> Any:
+        """True where a step of the raster must be the row end. Elementwise."""
+        return (steps - self.start) % self.pitch >= self.width
+
+    def rows_cols(self, steps: Any) -> tuple[Any, Any]:
+        """Row and column of raster steps, elementwise; a row end lies in column `width`."""
+        return (steps - self.start) // self.pitch, (steps - self.start) % self.pitch
+
+    def tokens(self, columns: Any) -> Any:
+        """Token ids of columns, elementwise."""
+        ids = columns + self.codes.start
+        if self.row_end is None:
+            return ids
+        return ids + (columns == len(self.codes)) * (self.row_end - self.codes.stop)
+
+    def columns_of(self, tokens: Any) -> Any:
+        """Columns of token ids, elementwise: the inverse of `tokens` for ids that a raster step may hold."""
+        columns = tokens - self.codes.start
+        if self.row_end is None:
+            return columns
+        return columns + (tokens == self.row_end) * (self.codes.stop - self.row_end)
+
+    def neighbour(self, steps: Any, rows: int, cols: int) -> tuple[Any, Any]:
+        """Step of the cell `rows` below and `cols` right of each step, and whether the grid has it. Elementwise."""
+        row, col = self.rows_cols(steps)
+        row, col = row + rows, col + cols
+        inside = (row >= 0) & (row < self.height) & (col >= 0) & (col < self.width)
+        return self.start + row * self.pitch + col, inside
+
+    def grid(self, tokens: Any) -> Any:
+        """The code grid (..., height, width) of whole sequences of `steps` tokens (numpy or torch)."""
+        if tokens.shape[-1] != self.steps:
+            raise ConfigError(f"{tokens.shape[-1]} tokens are not one image; this layout has {self.steps}.")
+        raster = tokens[..., self.start : self.start + self.pitch * self.height]
+        rows = raster.reshape(*raster.shape[:-1], self.height, self.pitch)
+        return rows[..., : self.width] - self.codes.start

@@ -1,0 +1,1 @@
+"""Networks: one decoder for every family, its cache and attention, and image tokenizers."""

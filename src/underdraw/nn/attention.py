@@ -1,0 +1,107 @@
+"""Attention of a few new nodes to a cache, through one mask, with a result that does not depend on the other nodes.
+
+On a CPU the sum over keys is taken block by block of *sequence places*, with the normaliser as one more value column.
+Masked keys add exact zeros, and a tree node's ancestors stand in the same order as the committed tokens would, so a
+node of a large tree gets the same bits as the same token decoded alone. On a GPU it is torch's fused attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 256  # places a block: with up to 128 tree nodes a sum has 384 terms, the most that the BLAS adds in plain order
+_FEWEST = 4  # queries below which the BLAS takes another path
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of cache slots that holds all keys of one block of places; `inside` masks the others out."""
+
+    start: int
+    stop: int
+    inside: Tensor | None  # (R, 1, 1, stop - start) float, None when every visible slot belongs
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """What each new node may look at: `mask` over the first `length` cache slots, and their windows."""
+
+    mask: Tensor  # (R, 1, N, length) bool
+    windows: tuple[Window, ...]
+
+    @property
+    def length(self) -> int:
+        return self.mask.shape[-1]
+
+
+def windows(committed: Tensor, depths: Tensor, first: int, length: int) -> tuple[Window, ...]:
+    """Windows over `length` slots: rows hold `committed` (R,) tokens, then nodes whose places are committed + depth.
+
+    `depths` (R, M) are those of the nodes now in the slots from `committed` on; `first` is a lower bound of
+    `committed`, known without asking the device. A node's slot never comes before its place, so the keys of a block
+    end at most M slots after it.
+    """
+    count = depths.shape[1]
+    if length <= BLOCK:
+        return (Window(0, length, None),)
+    slot = torch.arange(length, device=depths.device)
+    ahead = (slot - committed[:, None]).clamp(0, count - 1)  # (R, length) node in the slot
+    place = torch.where(slot < committed[:, None], slot, committed[:, None] + depths.gather(1, ahead))
+    parts = []
+    for start in range(0, length, BLOCK):
+        stop = start + BLOCK
+        if stop <= first:
+            parts.append(Window(start, stop, None))
+            continue
+        stop = min(stop + count, length)
+        inside = place[:, start:stop] // BLOCK == start // BLOCK
+        parts.append(Window(start, stop, inside[:, None, None].float()))
+    return tuple(parts)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
+    """q (R, N, H, D) against cached keys (R, G, L, D) and values (R, G, L, D + 1): (R, N, H * D).
+
+    H is a multiple of G; the last value column is 1.
+    """
+    rows, count, heads, width = q.shape
+    groups, length = keys.shape[1], visible.length
+    keys, values = keys[:, :, :length], values[:, :, :length]
+    if q.device.type != "cpu":
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values[..., :width], attn_mask=visible.mask, enable_gqa=heads != groups
+        )
+        return out.transpose(1, 2).reshape(rows, count, heads * width)
+    q = q.transpose(1, 2).reshape(rows, groups, heads // groups, count, width)
+    out = _attend_rows(q.flatten(2, 3), keys, values, visible, heads // groups)
+    out = out.view(rows, heads, count, width)
+    return out.transpose(1, 2).reshape(rows, count, heads * width)
+
+
+def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, share: int) -> Tensor:
+    """q (R, G, M, D), where the M rows are `share` heads times N nodes -> (R, G, M, D)."""
+    count, width = q.shape[2:]
+    if count < _FEWEST:
+        q = torch.cat([q, q[:, :, :1].expand(-1, -1, _FEWEST - count, -1)], dim=2)
+    scores = (q @ keys.transpose(-1, -2))[:, :, :count] * width**-0.5  # (R, G, M, L)
+    hidden = ~visible.mask  # (R, 1, N, L)
+    if share > 1:
+        hidden = hidden.repeat(1, 1, share, 1)
+    scores = scores.masked_fill_(hidden, -torch.inf).float()
+    weights = (scores - scores.amax(-1, keepdim=True)).exp_().to(values.dtype)
+    if count < _FEWEST:
+        weights = torch.cat([weights, weights[:, :, :1].expand(-1, -1, _FEWEST - count, -1)], dim=2)
+    total: Tensor | None = None
+    for window in visible.windows:
+        part = weights[..., window.start : window.stop]
+        if window.inside is not None:
+            part = part * window.inside.to(part.dtype)
+        block = part @ values[:, :, window.start : window.stop]
+        total = block if total is None else total.add_(block)
+    assert total is not None
+    total = total[:, :, :count]
+    return total[..., :-1] / total[..., -1:]

@@ -1,0 +1,69 @@
+"""Rotary positions: one axis (the sequence) or several (sequence, row, column), with either pairing of dimensions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from underdraw.errors import ConfigError
+from underdraw.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How a head's rotation angles are shared out between the place in the sequence, the row and the column.
+
+    `axes` counts angles, and their sum is half the head's width. `pairing` says which two dimensions an angle turns:
+    (i, i + half) or (2i, 2i + 1). `prefix` says what becomes of the prompt: turned like everything else, or zeroed,
+    which takes its keys and queries out of the scores (LlamaGen).
+    """
+
+    axes: tuple[int, int, int]
+    theta: float = 10000.0
+    pairing: Literal["half", "interleaved"] = "half"
+    prefix: Literal["turn", "zero"] = "turn"
+
+    @classmethod
+    def one_axis(cls, head_dim: int, theta: float = 10000.0, pairing: Literal["half", "interleaved"] = "half") -> Rope:
+        return cls((head_dim // 2, 0, 0), theta, pairing)
+
+    def angles(self, places: Tensor) -> Tensor:
+        """(..., 3) float places on the three axes -> (..., sum(axes)) angles, float32."""
+        parts = []
+        for axis, count in enumerate(self.axes):
+            rate = self.theta ** (-torch.arange(count, device=places.device, dtype=torch.float32) / max(count, 1))
+            parts.append(places[..., axis, None] * rate)
+        return torch.cat(parts, dim=-1)
+
+    def prompt(self, count: int, device: torch.device) -> Tensor:
+        """Rotation of prompt places 0..count-1: (count, 2, half), cosine and sine."""
+        place = torch.arange(count, device=device, dtype=torch.float32)
+        angles = self.angles(torch.stack([place, torch.zeros_like(place), torch.zeros_like(place)], -1))
+        table = torch.stack([angles.cos(), angles.sin()], dim=-2)
+        return torch.zeros_like(table) if self.prefix == "zero" else table
+
+    def raster(self, layout: Layout, steps: Tensor, offset: Tensor) -> Tensor:
+        """Rotation of image tokens: (R, N) steps, (R,) sequence place of step 0 -> (R, N, 2, half)."""
+        row, col = layout.rows_cols(steps)
+        places = torch.stack([steps + offset[:, None], row.clamp(min=0), torch.where(row < 0, 0, col)], dim=-1)
+        angles = self.angles(places.float())
+        return torch.stack([angles.cos(), angles.sin()], dim=-2)
+
+    def check(self, head_dim: int) -> None:
+        if 2 * sum(self.axes) != head_dim:
+            raise ConfigError(
+                f"rope axes {self.axes} hold {sum(self.axes)} angles; heads of width {head_dim} need {head_dim // 2}."
+            )
+
+
+def rotate(x: Tensor, rotation: Tensor, pairing: str) -> Tensor:
+    """Turn heads x (R, N, H, D) by rotation (R, N, 2, D / 2)."""
+    cos, sin = rotation[..., None, 0, :].to(x.dtype), rotation[..., None, 1, :].to(x.dtype)  # (R, N, 1, D / 2)
+    if pairing == "half":
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)

@@ -1,0 +1,143 @@
+"""A decoder as a target: prompts to cache rows, guidance, tree passes and commits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from underdraw.errors import CapacityError, ConfigError
+from underdraw.layout import Layout
+from underdraw.nn.stream import Stream
+from underdraw.nn.transformer import Transformer
+from underdraw.plan import MAX_NODES
+from underdraw.protocols import Opening, Outcome, Output, Prefix, Prompt
+from underdraw.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderTarget:
+    """Weights and what the family says about them.
+
+    `projection` turns a text encoder's features into prefix embeddings. `image_offset` is the sequence place of the
+    image's step 0, where that is fixed; otherwise it follows the prompt. `positions` is how many places there are.
+    """
+
+    net: Transformer
+    projection: nn.Module | None = None
+    image_offset: int | None = None
+    positions: int | None = None
+
+    def open(self, prompts: Sequence[Prompt], layout: Layout, *, guidance: float) -> DecoderSession:
+        return DecoderSession(self, prompts, layout, guidance)
+
+
+def guided(logits: Tensor, guidance: float) -> Tensor:
+    """u + s (c - u) of conditional rows and, behind them, unconditional ones: (2 B, ...) -> (B, ...)."""
+    if guidance == 1:
+        return logits
+    cond, uncond = logits.chunk(2, dim=0)
+    return torch.lerp(uncond, cond, guidance)
+
+
+def rows_of(prompts: Sequence[Prompt], guidance: float) -> list[Prefix]:
+    """The prefixes of all rows: conditional ones, then, with guidance, unconditional ones."""
+    rows = [prompt.condition for prompt in prompts]
+    if guidance == 1:
+        return rows
+    for prompt in prompts:
+        if prompt.unconditional is None:
+            raise ConfigError(f"guidance {guidance} needs an unconditional prompt; give one or use guidance 1.")
+        rows.append(prompt.unconditional)
+    return rows
+
+
+class DecoderSession:
+    """B images in the making; R = B rows, or 2 B with guidance. `room` is what the cache keeps free for a tree."""
+
+    @torch.no_grad()
+    def __init__(
+        self, target: DecoderTarget, prompts: Sequence[Prompt], layout: Layout, guidance: float, room: int = MAX_NODES
+    ) -> None:
+        if not prompts:
+            raise ConfigError("no prompts were given; a batch needs at least one.")
+        self.target, self.layout, self.guidance = target, layout, guidance
+        self.copies = 1 if guidance == 1 else 2
+        outputs = target.net.head.weight.shape[0]
+        if outputs != len(layout.codes):
+            raise ConfigError(
+                f"the head has {outputs} outputs but the layout {len(layout.codes)} codes; cut the head to the codes."
+            )
+        rows = rows_of(prompts, guidance)
+        self.lengths = [_length(row) + len(layout.prologue) for row in rows]
+        if min(self.lengths) < 1:
+            raise ConfigError("an empty prompt gives nothing to start from; give at least one token or feature.")
+        needed = max(self.lengths) + layout.stop - layout.start
+        if target.positions is not None and needed > target.positions:
+            raise CapacityError(
+                f"prompt and image need {needed} positions and the model has {target.positions}; shorten the prompt."
+            )
+        self.stream = Stream(target.net, len(rows), needed + room)
+        device = self.stream.length.device
+        place = target.image_offset
+        self.offset = torch.tensor(
+            [n - layout.start if place is None else place for n in self.lengths], device=device
+        )  # (R,) sequence place of step 0
+        self.first = self._prefill(rows, device)
+
+    def _prefill(self, rows: list[Prefix], device: torch.device) -> Opening:
+        net, longest = self.target.net, max(self.lengths)
+        tokens = torch.full((len(rows), longest), -1, dtype=torch.int64)
+        x = torch.zeros(len(rows), longest, net.arch.dim, device=device, dtype=net.head.weight.dtype)
+        for index, row in enumerate(rows):
+            ids = self.layout.prologue if isinstance(row, Tensor) else (*row, *self.layout.prologue)
+            start = self.lengths[index] - len(ids)
+            if isinstance(row, Tensor):
+                x[index, :start] = self._project(row.to(device))
+            if ids:
+                tokens[index, start : start + len(ids)] = torch.tensor(ids)
+        tokens = tokens.to(device)
+        x = torch.where((tokens >= 0)[..., None], net.embed(tokens.clamp(min=0)), x)
+        rotation = self._prompt_rotation(longest, device)
+        lengths = torch.tensor(self.lengths, device=device)
+        features = self.stream.extend(x, rotation, lengths, longest, min(self.lengths))
+        last = features[torch.arange(len(rows), device=device), lengths - 1]
+        logits = guided(net.logits(last[:, None]), self.guidance)
+        return Opening(logits, features, tokens, lengths, longest, min(self.lengths))
+
+    def _prompt_rotation(self, longest: int, device: torch.device) -> Tensor:
+        """Rotations of the prompt places (R, P, 2, half); the prologue's tokens are image tokens already."""
+        rope, layout = self.target.net.arch.rope, self.layout
+        rotation = rope.prompt(longest, device).expand(len(self.lengths), -1, -1, -1)
+        if layout.start == 0:
+            return rotation
+        step = torch.arange(longest, device=device) - (
+            torch.tensor(self.lengths, device=device)[:, None] - layout.start
+        )
+        image = rope.raster(layout, step.clamp(min=0), self.offset)
+        return torch.where((step >= 0)[..., None, None], image, rotation)
+
+    def _project(self, features: Tensor) -> Tensor:
+        if self.target.projection is None:
+            raise ConfigError("this model takes prompt tokens, not text features.")
+        return self.target.projection(features)
+
+    @torch.no_grad()
+    def run(self, tree: DraftTree, steps: Tensor) -> Output:
+        """One pass over the nodes of B trees whose roots stand at `steps` (B,)."""
+        net = self.target.net
+        depths = tree.depths.repeat(self.copies, 1).clamp(min=0)  # (R, N)
+        rotation = net.arch.rope.raster(self.layout, steps.repeat(self.copies)[:, None] + depths, self.offset)
+        x = net.embed(tree.tokens.repeat(self.copies, 1))
+        features = self.stream.branch(x, rotation, depths, tree.ancestors.repeat(self.copies, 1, 1))
+        return Output(guided(net.logits(features), self.guidance), features)
+
+    def commit(self, outcome: Outcome) -> None:
+        path, counts = outcome.verdict.path.repeat(self.copies, 1), outcome.counts.repeat(self.copies)
+        self.stream.keep(path, counts, outcome.longest, outcome.shortest)
+
+
+def _length(row: Prefix) -> int:
+    return row.shape[0] if isinstance(row, Tensor) else len(row)

@@ -1,0 +1,103 @@
+"""Stream: a decoder with its static key-value cache, R rows of text and image tokens that grow, branch and are pruned.
+
+`extend` appends tokens for good, `branch` adds tree nodes behind them, `keep` makes one path of the tree permanent
+and forgets the rest. Targets and drafters alike are streams. Slots 0..length-1 of a row hold its committed tokens in
+order, so after every `keep` the cache is what a fresh prefill would have left.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from underdraw.errors import CapacityError
+from underdraw.nn.attention import Visible, attend, windows
+from underdraw.nn.transformer import Transformer
+
+
+class Stream:
+    """R rows of one decoder, each with its own length."""
+
+    def __init__(self, net: Transformer, rows: int, capacity: int) -> None:
+        arch = net.arch
+        weight = net.head.weight
+        self.net = net
+        self.capacity = -(-capacity // 64) * 64
+        shape = (arch.layers, rows, arch.groups, self.capacity, arch.width)
+        # The last value column is 1: attention sums it up to its normaliser.
+        self.keys = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
+        self.values = torch.ones((*shape[:-1], arch.width + 1), device=weight.device, dtype=weight.dtype)
+        self.values[..., :-1] = 0
+        self.length = torch.zeros(rows, dtype=torch.int64, device=weight.device)  # (R,) committed tokens
+        self.shortest = self.longest = 0  # bounds of `length` that the host knows
+        self.depths = self.length.new_zeros(rows, 0)  # (R, M) of the tree nodes now in the cache
+
+    def extend(self, x: Tensor, rotation: Tensor, counts: Tensor, longest: int, shortest: int) -> Tensor:
+        """Append the first `counts` (R,) of N tokens x (R, N, dim); features (R, N, dim).
+
+        `longest` and `shortest` bound the counts. Tokens past a row's count are computed and forgotten.
+        """
+        self.forget()
+        count = x.shape[1]
+        order = torch.arange(count, device=x.device)
+        features = self._run(
+            x, rotation, order.expand(x.shape[0], -1), (order[:, None] >= order).expand(x.shape[0], -1, -1)
+        )
+        self.forget()
+        self.length = self.length + counts
+        self.longest += longest
+        self.shortest += shortest
+        return features
+
+    def branch(self, x: Tensor, rotation: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
+        """Add N tree nodes x (R, N, dim) to the M there are; ancestors (R, N, M + N). Features (R, N, dim)."""
+        return self._run(x, rotation, depths, ancestors)
+
+    def forget(self) -> None:
+        """Drop the tree nodes."""
+        self.depths = self.depths[:, :0]
+
+    def keep(self, path: Tensor, counts: Tensor, longest: int, shortest: int) -> None:
+        """Commit the first `counts` (R,) nodes of `path` (R, D), which starts at node 0, and forget the others."""
+        moved = path.shape[1]
+        if moved > 1:
+            order = torch.arange(moved, device=path.device)
+            source = self.length[:, None] + path  # (R, D)
+            target = (self.length[:, None] + order).clamp(max=self.capacity - 1)
+            row = torch.arange(path.shape[0], device=path.device)[:, None]
+            self.keys[:, row, :, target] = self.keys[:, row, :, source]
+            self.values[:, row, :, target] = self.values[:, row, :, source]
+        self.forget()
+        self.length = self.length + counts
+        self.longest += longest
+        self.shortest += shortest
+
+    def _run(self, x: Tensor, rotation: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
+        """Write the keys of N new nodes behind the M old ones and attend to prompt, committed tokens and ancestors."""
+        rows, count = x.shape[:2]
+        before = self.depths.shape[1]
+        used = self.longest + before + count
+        if used > self.capacity:
+            raise CapacityError(
+                f"{used} tokens do not fit a cache of {self.capacity}; open the session with more capacity."
+            )
+        self.depths = torch.cat([self.depths, depths], dim=1)
+        slots = self.length[:, None] + before + torch.arange(count, device=x.device)  # (R, N)
+        visible = self._visible(ancestors, min(-(-used // 64) * 64, self.capacity))
+        row = torch.arange(rows, device=x.device)[:, None]
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.keys[layer][row, :, slots] = k
+            self.values[layer][row, :, slots, :-1] = v
+            return attend(q, self.keys[layer], self.values[layer], visible)
+
+        return self.net(x, rotation, attention)
+
+    def _visible(self, ancestors: Tensor, length: int) -> Visible:
+        """ancestors (R, N, M + N) as a mask over `length` cache slots."""
+        count, nodes = ancestors.shape[1:]
+        slot = torch.arange(length, device=ancestors.device)
+        ahead = slot - self.length[:, None]  # (R, length) node in the slot, negative for committed tokens
+        tree = ancestors.gather(2, ahead.clamp(0, nodes - 1)[:, None].expand(-1, count, -1))
+        mask = (ahead < 0)[:, None] | (tree & (ahead < nodes)[:, None])
+        return Visible(mask[:, None], windows(self.length, self.depths.clamp(min=0), self.shortest, length))

@@ -1,0 +1,168 @@
+"""The one decoder: every family is a setting of `Arch`.
+
+The network knows nothing about caches, trees or images: it is given embeddings, rotations and a way to attend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from underdraw.errors import ConfigError
+from underdraw.nn.linear import Linear
+from underdraw.nn.rope import Rope, rotate
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q (R, N, H, D), k (R, N, G, D), v (R, N, G, D)) -> (R, N, H * D)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """Everything that tells one decoder from another."""
+
+    dim: int
+    layers: int
+    heads: int
+    ffn: int
+    vocab: int
+    rope: Rope
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    norm_eps: float = 1e-5
+    qk_norm: Literal["none", "layer", "rms"] = "none"
+    qk_norm_heads: Literal["shared", "per_head"] = "shared"
+    norm: Literal["pre", "post", "pre_skip_first"] = "pre"
+    final_norm: Literal["rms", "none"] = "rms"
+    outputs: range | None = None  # vocabulary rows that the head is cut to
+
+    def __post_init__(self) -> None:
+        if self.head_dim is None and self.dim % self.heads:
+            raise ConfigError(
+                f"dim {self.dim} does not divide into {self.heads} heads; give head_dim or another number of heads."
+            )
+        if self.heads % self.groups:
+            raise ConfigError(f"{self.heads} heads cannot share {self.groups} key-value heads; use a divisor.")
+        self.rope.check(self.width)
+
+    @property
+    def width(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def groups(self) -> int:
+        """Key-value heads."""
+        return self.kv_heads or self.heads
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32 and rounded before the weight is applied."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return wide.to(x.dtype) * self.weight.to(x.dtype)
+
+
+class HeadNorm(nn.Module):
+    """Norm over the width of each head, with one affine for all heads or one per head."""
+
+    def __init__(self, kind: Literal["layer", "rms"], heads: int, width: int, eps: float) -> None:
+        super().__init__()
+        self.kind, self.eps = kind, eps
+        self.weight = nn.Parameter(torch.ones(heads, width))
+        self.bias = nn.Parameter(torch.zeros(heads, width)) if kind == "layer" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (R, N, heads, width)."""
+        wide = x.float()
+        if self.kind == "layer":
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        out = wide.to(x.dtype) * self.weight.to(x.dtype)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, with fused qkv and gate-up matrices."""
+
+    def __init__(self, arch: Arch, index: int) -> None:
+        super().__init__()
+        self.arch, self.index = arch, index
+        inner, shared = arch.heads * arch.width, arch.groups * arch.width
+        self.qkv = Linear(arch.dim, inner + 2 * shared, bias=False)
+        self.out = Linear(inner, arch.dim, bias=False)
+        self.gate_up = Linear(arch.dim, 2 * arch.ffn, bias=False)
+        self.down = Linear(arch.ffn, arch.dim, bias=False)
+        skip = arch.norm == "pre_skip_first" and index == 0
+        self.attention_norm = nn.Identity() if skip else RMSNorm(arch.dim, arch.norm_eps)
+        self.ffn_norm = RMSNorm(arch.dim, arch.norm_eps)
+        self.q_norm = self.k_norm = None
+        if arch.qk_norm != "none":
+            per_head = arch.qk_norm_heads == "per_head"
+            self.q_norm = HeadNorm(arch.qk_norm, arch.heads if per_head else 1, arch.width, 1e-5)
+            self.k_norm = HeadNorm(arch.qk_norm, arch.groups if per_head else 1, arch.width, 1e-5)
+
+    def attention(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
+        arch = self.arch
+        sizes = [arch.heads, arch.groups, arch.groups]
+        q, k, v = self.qkv(x).unflatten(-1, (sum(sizes), arch.width)).split(sizes, dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, rotation, arch.rope.pairing), rotate(k, rotation, arch.rope.pairing)
+        return self.out(attend(self.index, q, k, v))
+
+    def ffn(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+    def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
+        """x (R, N, dim), rotation (R, N, 2, width / 2)."""
+        if self.arch.norm == "post":
+            x = x + self.attention_norm(self.attention(x, rotation, attend))
+            return x + self.ffn_norm(self.ffn(x))
+        x = x + self.attention(self.attention_norm(x), rotation, attend)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, final norm and head."""
+
+    def __init__(self, arch: Arch) -> None:
+        super().__init__()
+        self.arch = arch
+        self.embedding = nn.Embedding(arch.vocab, arch.dim)
+        self.blocks = nn.ModuleList(Block(arch, index) for index in range(arch.layers))
+        self.norm = RMSNorm(arch.dim, arch.norm_eps) if arch.final_norm == "rms" else nn.Identity()
+        self.head = Linear(arch.dim, len(arch.outputs) if arch.outputs is not None else arch.vocab, bias=False)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
+
+    def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
+        """Embeddings (R, N, dim) to features (R, N, dim): what the head reads."""
+        for block in self.blocks:
+            x = block(x, rotation, attend)
+        return self.norm(x)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Float32 logits over the head's outputs."""
+        return self.head(features).float()
+
+
+def causal(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to everything before, no cache: for training on whole sequences."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=q.shape[2] != k.shape[2]
+    )
+    return out.transpose(1, 2).flatten(2)

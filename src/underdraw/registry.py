@@ -1,0 +1,130 @@
+"""Names to parts: lazy `module:Class` entries, entry points of other packages, and `name:key=value` specifications.
+
+A part is a frozen dataclass whose fields are its options, so that one text means the same on the command line, over
+HTTP and in a configuration file. The registry does not know what the parts do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from underdraw.errors import ConfigError, unknown
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A parsed `name:key=value,key=value`."""
+
+    name: str
+    options: Mapping[str, str]
+
+
+def parse(text: str) -> Spec:
+    """Split a specification; values stay text, the part's field types convert them."""
+    name, _, rest = text.strip().partition(":")
+    if not name:
+        raise ConfigError(f"{text!r} names nothing; write name or name:key=value,key=value.")
+    options: dict[str, str] = {}
+    for item in filter(None, (piece.strip() for piece in rest.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not key or not value:
+            raise ConfigError(f"{item!r} in {text!r} is not key=value.")
+        if key in options:
+            raise ConfigError(f"option {key!r} stands twice in {text!r}.")
+        options[key] = value
+    return Spec(name.strip(), options)
+
+
+def convert(text: str, kind: Any, what: str) -> Any:
+    """`text` as a value of the annotated type `kind`: int, float, str, a Literal, or one of these or None."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        if text not in get_args(kind):
+            raise unknown(f"value of {what}", text, get_args(kind))
+        return text
+    if origin in (Union, types.UnionType):
+        if text.lower() == "none" and type(None) in get_args(kind):
+            return None
+        return convert(text, next(a for a in get_args(kind) if a is not type(None)), what)
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            word = "a whole number" if kind is int else "a number"
+            raise ConfigError(f"{what} takes {word}, not {text!r}.") from None
+    if kind is str:
+        return text
+    raise ConfigError(f"{what} cannot be set by text.")
+
+
+class Registry(Generic[T]):
+    """The parts of one kind by name."""
+
+    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+        self.kind = kind
+        self.group = f"underdraw.{kind}"
+        self._entries = dict(entries)
+
+    def names(self) -> list[str]:
+        """Every known name, those of installed packages included."""
+        return sorted({*self._entries, *(entry.name for entry in entry_points(group=self.group))})
+
+    def get(self, name: str) -> type[T]:
+        """The class behind a name, imported now."""
+        if name in self._entries:
+            module, _, attribute = self._entries[name].partition(":")
+            return cast("type[T]", getattr(importlib.import_module(module), attribute))
+        for entry in entry_points(group=self.group, name=name):
+            return cast("type[T]", entry.load())
+        raise unknown(self.kind, name, self.names())
+
+    def build(self, spec: str | T) -> T:
+        """The part that a specification describes; a part that is already built is returned as it is."""
+        if not isinstance(spec, str):
+            return spec
+        parsed = parse(spec)
+        cls = self.get(parsed.name)
+        fields = {f.name for f in dataclasses.fields(cast(Any, cls)) if f.init}
+        hints = get_type_hints(cls)
+        values = {}
+        for key, text in parsed.options.items():
+            if key not in fields:
+                raise unknown(f"option of {self.kind} {parsed.name}", key, fields)
+            values[key] = convert(text, hints[key], f"{parsed.name}:{key}")
+        return cls(**values)
+
+
+policies: Registry[Any] = Registry(
+    "policy",
+    {
+        "none": "underdraw.policies.fixed:NoTree",
+        "chain": "underdraw.policies.fixed:Chain",
+        "static": "underdraw.policies.fixed:Static",
+        "confidence": "underdraw.policies.confidence:Confidence",
+        "adjacency": "underdraw.policies.adjacency:Adjacency",
+    },
+)
+verifiers: Registry[Any] = Registry(
+    "verifier",
+    {
+        "exact": "underdraw.verifiers.exact:Exact",
+        "rejection": "underdraw.verifiers.rejection:Rejection",
+        "lantern": "underdraw.verifiers.lantern:Lantern",
+    },
+)
+drafters: Registry[Any] = Registry(
+    "drafter",
+    {
+        "jacobi": "underdraw.drafters.jacobi:Jacobi",
+        "neighbour": "underdraw.drafters.neighbour:Neighbour",
+        "forced": "underdraw.drafters.forced:Forced",
+    },
+)

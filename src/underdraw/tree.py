@@ -1,0 +1,340 @@
+"""Draft trees as tensors, and `grow()`: the one way to build B of them at once from any drafter.
+
+A tree is grown level by level: the drafter gives the logits of the nodes to be expanded, each node gets its best
+children, the most promising children are expanded next, and at the end the best nodes of all levels are kept. What
+is best under the `coupled` proposal is the chance that the target will choose a node, which `Calibration` estimates
+from how far its score lies behind the best one; q alone does not tell it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from underdraw.errors import ConfigError
+from underdraw.plan import Shape, TreePlan
+from underdraw.sampling import Draws
+
+Proposal = Literal["coupled", "topk", "sampled"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """B trees of N nodes. Node 0 is the root, a parent comes before its children, siblings hold different tokens."""
+
+    tokens: Tensor  # (B, N) token ids
+    parents: Tensor  # (B, N) index of the parent, -1 at the root
+    depths: Tensor  # (B, N) 0 at the root, -1 for padding
+    ancestors: Tensor  # (B, N, N) bool: j is i or an ancestor of i
+    ranks: Tensor  # (B, N) order among the siblings, best first
+    q: Tensor | None = None  # (B, N, columns) what the children of each node were drawn from, if a verifier needs it
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The path that the target agrees with, and the token it chose after it."""
+
+    path: Tensor  # (B, D) node indices from the root down; entries past `length` are 0
+    length: Tensor  # (B,) drafted nodes on the path
+    next_token: Tensor  # (B,) token ids
+    choices: Tensor  # (B, N) the token that the target chose at each node; -1 where the verifier did not ask
+
+    def narrow(self, length: int) -> Verdict:
+        """The same verdict when no path is longer than `length`."""
+        return replace(self, path=self.path[:, : length + 1])
+
+
+@functools.lru_cache(maxsize=1024)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor that is made once, so that no step waits for a copy to the device."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How scores tell the chance of a match: chance of child r is proportional to exp(bias_r - gap_r * slope).
+
+    gap_r is how far the child's perturbed score lies behind the best sibling's. If draft and target differed by
+    independent Gumbel errors of scale 1/slope on every logit this would be exact with zero biases; `biases` (last one
+    for all further ranks) and `miss` (weight of "none of them", against 1 for the best) are what fitting adds.
+    """
+
+    slope: float = 1.0
+    biases: tuple[float, ...] = (0.0,)
+    miss: float = 0.05
+
+    def log_chance(self, scores: Tensor) -> Tensor:
+        """Best scores of a node in descending order (..., k) -> log chance of each; -inf stays -inf."""
+        count = scores.shape[-1]
+        biases = tuple(self.biases[min(rank, len(self.biases) - 1)] for rank in range(count))
+        weight = _constant(biases, scores.dtype, scores.device) - (scores[..., :1] - scores) * self.slope
+        forced = scores[..., 1:2].isinf() if count > 1 else torch.zeros_like(scores[..., :1], dtype=torch.bool)
+        # A node with one possible child is not a guess: the layout forces it.
+        miss = torch.where(forced, 0.0, self.miss)
+        return weight - torch.log(weight.exp().sum(-1, keepdim=True) + miss)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far each of B trees may grow inside the plan that they share."""
+
+    depth: Tensor  # (B,)
+    width: Tensor  # (B,)
+    branch: Tensor  # (B,)
+    nodes: Tensor  # (B,)
+
+    @classmethod
+    def of(cls, plans: list[TreePlan], device: torch.device) -> Limits:
+        rows = [[p.depth, p.width, p.branch, p.nodes] for p in plans]
+        return cls(*torch.tensor(rows, device=device).T)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The nodes that a drafter is asked to expand: their tokens, and their parents as places in the level before."""
+
+    depth: int
+    tokens: Tensor  # (B, W)
+    parents: Tensor  # (B, W)
+
+
+Expand = Callable[[Level], Tensor]  # logits (B, W, K) of the children of each node
+
+
+def envelope(plans: list[TreePlan]) -> TreePlan:
+    """The smallest plan that holds every one of the plans of a batch."""
+    first = plans[0]
+    if all(plan == first for plan in plans):
+        return first
+    if any(plan.shape is not None for plan in plans):
+        largest = max(plans, key=lambda plan: plan.nodes)
+        if any(plan != largest.cut(plan.depth) for plan in plans):
+            raise ConfigError(
+                "the images of one batch must share one tree shape; use a policy without shapes or batch size 1."
+            )
+        return largest
+    return TreePlan(
+        max(p.depth for p in plans),
+        max(p.width for p in plans),
+        max(p.branch for p in plans),
+        max(p.nodes for p in plans),
+    )
+
+
+def grow(
+    expand: Expand,
+    root: Tensor,
+    plan: TreePlan,
+    draws: Draws,
+    *,
+    proposal: Proposal = "coupled",
+    calibration: Calibration | None = None,
+    limits: Limits | None = None,
+) -> DraftTree:
+    """B trees from their roots (B,), drafted as `plan` says; `limits` holds what each of them may use of it."""
+    calibration = calibration or Calibration()
+    if proposal == "sampled":
+        plan = plan.fixed()
+    if plan.shape is not None:
+        return _grow_shape(expand, root, plan.shape, draws, proposal, limits)
+    if plan.depth == 0:
+        return only_root(root)
+    return _grow_best(expand, root, plan, draws, proposal, calibration, limits)
+
+
+def children(
+    logits: Tensor, depth: int, count: int, draws: Draws, proposal: Proposal
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The best `count` children of each node: columns and scores (B, W, count), and q if they were drawn from it."""
+    depths = torch.full(logits.shape[:2], depth, device=logits.device)
+    count = min(count, draws.sampler.layout.columns)
+    if proposal == "coupled":
+        scores, columns = draws.scores(logits, depths).topk(count, dim=-1)
+        return columns, scores, None
+    scaled = draws.scaled(logits, depths)
+    if proposal == "topk":
+        scores, columns = scaled.log_softmax(-1).topk(count, dim=-1)
+        return columns, scores, None
+    # Sorting log q + Gumbel noise is drawing without replacement; the noise must not be the target's.
+    perturbed = scaled if draws.noise is None else scaled + draws.gumbel("draft")[:, depth - 1, None]
+    scores, columns = perturbed.topk(count, dim=-1)
+    return columns, scores, scaled.softmax(-1)
+
+
+def only_root(root: Tensor) -> DraftTree:
+    return chain(root[:, None])
+
+
+def chain(tokens: Tensor, lengths: Tensor | None = None) -> DraftTree:
+    """Trees without branches: the root and the tokens after it (B, N); each keeps `lengths` (B,) of them."""
+    batch, size = tokens.shape
+    index = torch.arange(size, device=tokens.device)
+    depths = index.expand(batch, size)
+    if lengths is not None:
+        depths = torch.where(depths > lengths[:, None], -1, depths)
+    return DraftTree(
+        tokens,
+        (index - 1).expand(batch, size),
+        depths,
+        (index[:, None] >= index).expand(batch, size, size),
+        torch.zeros_like(tokens),
+    )
+
+
+def _grow_best(
+    expand: Expand,
+    root: Tensor,
+    plan: TreePlan,
+    draws: Draws,
+    proposal: Proposal,
+    calibration: Calibration,
+    limits: Limits | None,
+) -> DraftTree:
+    """Expand the most promising `width` nodes a level, then keep the best `nodes` of all that were seen."""
+    batch, device = root.shape[0], root.device
+    level = Level(0, root[:, None], torch.zeros(batch, 1, dtype=torch.int64, device=device))
+    chance = torch.zeros(batch, 1, device=device)  # (B, W) log chance that the target comes by here
+    place = torch.full((batch, 1), -1, dtype=torch.int64, device=device)  # (B, W) where in the pool; -1 is the root
+    pool: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    seen = 0
+    for depth in range(1, plan.depth + 1):
+        logits = expand(level)
+        columns, scores, _ = children(logits, depth, plan.branch, draws, proposal)  # (B, W, k)
+        step_chance = calibration.log_chance(scores) if proposal == "coupled" else scores
+        reached = chance[..., None] + step_chance
+        if limits is not None:
+            rank = torch.arange(reached.shape[-1], device=device)
+            closed = (rank >= limits.branch[:, None]) | (depth > limits.depth)[:, None]  # (B, k)
+            reached = reached.masked_fill(closed[:, None], -torch.inf)
+        width, count = columns.shape[1:]
+        flat = reached.flatten(1)  # (B, W * k)
+        tokens = draws.sampler.layout.tokens(columns).flatten(1)
+        rank = torch.arange(count, device=device).repeat(width).expand(batch, -1)
+        pool.append((tokens, place.repeat_interleave(count, 1), flat, rank))
+        if depth == plan.depth:
+            break
+        kept = min(plan.width, width * count)
+        chance, best = flat.topk(kept, dim=-1)  # (B, W')
+        if limits is not None:
+            chance = chance.masked_fill(torch.arange(kept, device=device) >= limits.width[:, None], -torch.inf)
+        level = Level(depth, tokens.gather(1, best), best // count)
+        place = best + seen
+        seen += width * count
+    return _keep(root, plan, pool, limits)
+
+
+def _keep(
+    root: Tensor, plan: TreePlan, pool: list[tuple[Tensor, Tensor, Tensor, Tensor]], limits: Limits | None
+) -> DraftTree:
+    """The best nodes of the pool as a tree. A stable sort keeps a parent before a child of equal chance."""
+    batch, device = root.shape[0], root.device
+    tokens, parents, chance, ranks = (torch.cat(parts, dim=1) for parts in zip(*pool, strict=True))
+    sizes = torch.tensor([p[0].shape[1] for p in pool], device=device)
+    depths = torch.repeat_interleave(torch.arange(1, len(pool) + 1, device=device), sizes, output_size=tokens.shape[1])
+    count = min(plan.nodes - 1, tokens.shape[1])
+    ordered, order = chance.sort(dim=-1, descending=True, stable=True)
+    ordered, order = ordered[:, :count], order[:, :count]
+    if limits is not None:
+        ordered = ordered.masked_fill(torch.arange(1, count + 1, device=device) >= limits.nodes[:, None], -torch.inf)
+    kept, by_place = order.sort(dim=-1)  # (B, count) pool places in the order of growth
+    valid = ordered.gather(1, by_place).isfinite()
+    new_place = torch.zeros(batch, tokens.shape[1] + 1, dtype=torch.int64, device=device)
+    new_place.scatter_(1, kept + 1, torch.arange(1, count + 1, device=device).expand(batch, -1))
+    new_parents = new_place.gather(1, parents.gather(1, kept) + 1)  # the pool's -1, the root, becomes 0
+    start = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    parents = torch.cat([start - 1, torch.where(valid, new_parents, 0)], 1)
+    depths = torch.cat([start, torch.where(valid, depths[kept], -1)], 1)
+    return DraftTree(
+        torch.cat([root[:, None], torch.where(valid, tokens.gather(1, kept), root[:, None])], 1),
+        parents,
+        depths,
+        ancestry(parents, plan.depth),
+        torch.cat([start, ranks.gather(1, kept)], 1),
+    )
+
+
+def ancestry(parents: Tensor, depth: int) -> Tensor:
+    """(B, N) parents of trees of at most `depth` levels -> (B, N, N): j is i or an ancestor of i."""
+    batch, size = parents.shape
+    own = torch.eye(size, dtype=torch.bool, device=parents.device).expand(batch, size, size)
+    up = parents.clamp(min=0)[..., None].expand(batch, size, size)
+    above = own
+    for _ in range(depth):
+        above = own | above.gather(1, up)
+    return above
+
+
+@dataclass(frozen=True, slots=True)
+class _ShapeLevel:
+    """Where the nodes of one level of a fixed shape stand; the frontier is the nodes above that have children."""
+
+    branch: int  # children that the frontier's nodes are asked for
+    nodes: Tensor  # (n,) the level's nodes
+    parents: Tensor  # (n,) their parents
+    slots: Tensor  # (n,) their parents' places in the frontier
+    ranks: Tensor  # (n,)
+    inner: Tensor  # (m,) those of the nodes that have children: the next frontier
+    inner_slots: Tensor  # (m,) their parents' places in this frontier
+
+
+@functools.lru_cache(maxsize=64)
+def _shape_levels(parents: tuple[int, ...], device: torch.device) -> tuple[_ShapeLevel, ...]:
+    shape, frontier, levels = Shape.of(parents), [0], []
+    for nodes in shape.levels[1:]:
+        inner = [n for n in nodes if n in parents]
+        slot = {n: frontier.index(parents[n]) for n in nodes}
+        ranks = [shape.ranks[n] for n in nodes]
+        lists = (list(nodes), [parents[n] for n in nodes], list(slot.values()), ranks, inner, [slot[n] for n in inner])
+        tensors = [torch.tensor(values, dtype=torch.int64, device=device) for values in lists]
+        levels.append(_ShapeLevel(1 + max(ranks), *tensors))
+        frontier = inner
+    return tuple(levels)
+
+
+def _grow_shape(
+    expand: Expand,
+    root: Tensor,
+    parents: tuple[int, ...],
+    draws: Draws,
+    proposal: Proposal,
+    limits: Limits | None,
+) -> DraftTree:
+    """The children that a fixed shape asks for; the drafter chooses their tokens and nothing else."""
+    batch, device = root.shape[0], root.device
+    shape, size = Shape.of(parents), len(parents)
+    tokens = root[:, None].repeat(1, size)
+    dead = torch.zeros(batch, size, dtype=torch.bool, device=device)
+    q = torch.zeros(batch, size, draws.sampler.layout.columns, device=device) if proposal == "sampled" else None
+    frontier = torch.zeros(1, dtype=torch.int64, device=device)
+    level = Level(0, root[:, None], frontier.expand(batch, 1))
+    for depth, place in enumerate(_shape_levels(parents, device), start=1):
+        columns, scores, rows = children(expand(level), depth, place.branch, draws, proposal)
+        count = columns.shape[-1]
+        source = place.slots * count + place.ranks.clamp(max=count - 1)
+        tokens[:, place.nodes] = draws.sampler.layout.tokens(columns).flatten(1)[:, source]
+        impossible = scores.flatten(1)[:, source].isinf() | (place.ranks >= count)
+        dead[:, place.nodes] = impossible | dead[:, place.parents]
+        if limits is not None:
+            dead[:, place.nodes] |= (depth > limits.depth)[:, None]
+        if q is not None and rows is not None:
+            q[:, frontier] = rows
+        level = Level(depth, tokens[:, place.inner], place.inner_slots.expand(batch, -1))
+        frontier = place.inner
+    up = _constant(parents, torch.int64, device).expand(batch, size)
+    return DraftTree(
+        tokens,
+        torch.where(dead, 0, up),
+        torch.where(dead, -1, _constant(shape.depths, torch.int64, device)),
+        ancestry(up, len(shape.levels) - 1),
+        _constant(shape.ranks, torch.int64, device).expand(batch, size),
+        q,
+    )

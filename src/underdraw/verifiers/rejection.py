@@ -1,0 +1,25 @@
+"""Recursive rejection sampling without replacement (EAGLE-1): the output has the target's law, not its noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from underdraw.errors import ConfigError
+from underdraw.sampling import Draws
+from underdraw.tree import DraftTree, Proposal, Verdict
+from underdraw.verifiers.walk import target_laws, walk
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """For children that were drawn from q, by noise that the target does not share."""
+
+    proposals: ClassVar[tuple[Proposal, ...]] = ("sampled",)
+
+    def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
+        if tree.q is None:
+            raise ConfigError("rejection needs a tree drawn with the 'sampled' proposal; this one carries no q.")
+        return walk(tree, target_laws(tree, logits, draws), draws, lambda law, x: law)

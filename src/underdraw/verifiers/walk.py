@@ -1,0 +1,97 @@
+"""The recursive accept-or-reject walk down a tree that the rejection and LANTERN verifiers share.
+
+At a node with law p the children are tried in order. A child x drawn from q is accepted with chance p(x) / q(x);
+after a rejection p becomes norm(max(p - q, 0)) and q loses x. A child that was not drawn but picked (q is None) is
+the case q = 1 at x: accepted with chance p(x), and p loses x. If no child is left, the next token is drawn from what
+is left of p. With the true p this draws exactly from p. A relaxation replaces p by a law p' that depends on x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from underdraw.sampling import Draws
+from underdraw.tree import DraftTree, Verdict
+from underdraw.verifiers.exact import verdict
+
+Relax = Callable[[Tensor, Tensor], Tensor]
+"""(p (B, columns), x (B,) columns) -> p' (B, columns)."""
+
+
+def walk(tree: DraftTree, laws: Tensor, draws: Draws, relax: Relax) -> Verdict:
+    """Walk down B trees at once; `laws` (B, N, columns) is the target's law at every node."""
+    batch, size = tree.tokens.shape
+    device = tree.tokens.device
+    rows = torch.arange(batch, device=device)
+    table = child_table(tree)  # (B, N, branch)
+    uniform = draws.uniform(table.shape[2])  # (B, reach, branch)
+    columns = draws.sampler.layout.columns_of(tree.tokens)
+    node = torch.zeros(batch, dtype=torch.int64, device=device)
+    law = laws[:, 0]
+    walking = torch.ones(batch, dtype=torch.bool, device=device)
+    on_path = torch.zeros(batch, size, dtype=torch.bool, device=device)
+    on_path[:, 0] = True
+    for depth in range(1, draws.steps.shape[1]):
+        here, moved = node, torch.zeros_like(walking)
+        q = None if tree.q is None else tree.q[rows, here]  # (B, columns)
+        for rank in range(table.shape[2]):
+            child = table[rows, here, rank]
+            trying = walking & ~moved & (child >= 0)
+            x = columns[rows, child.clamp(min=0)]
+            draft = torch.zeros_like(law).scatter_(1, x[:, None], 1.0) if q is None else q
+            wanted = relax(law, x)
+            accepted = trying & (uniform[:, depth - 1, rank] * draft[rows, x] < wanted[rows, x])
+            law = torch.where((trying & ~accepted)[:, None], _residual(wanted, draft), law)
+            if q is not None:
+                q = _normalised(q.scatter(1, x[:, None], 0.0))
+            node, moved = torch.where(accepted, child, node), moved | accepted
+        walking = walking & moved
+        law = torch.where(walking[:, None], laws[rows, node], law)
+        on_path[rows, node] = True
+    return _conclude(tree, on_path, node, law, draws)
+
+
+def _conclude(tree: DraftTree, on_path: Tensor, node: Tensor, law: Tensor, draws: Draws) -> Verdict:
+    """Draw the next token from what is left of the law at the last node."""
+    rows = torch.arange(node.shape[0], device=node.device)
+    score = law.log()
+    if draws.noise is not None:
+        score = score + draws.noise[rows, tree.depths[rows, node]]
+    token = draws.sampler.layout.tokens(score.argmax(-1))
+    choices = torch.full_like(tree.tokens, -1)
+    choices[rows, node] = token
+    return verdict(tree, on_path, choices)
+
+
+def child_table(tree: DraftTree) -> Tensor:
+    """(B, N, branch): the child of each node at each rank, -1 where there is none."""
+    batch, size = tree.tokens.shape
+    branch = max(size - 1, 1)
+    table = torch.full((batch, size, branch + 1), -1, dtype=torch.int64, device=tree.tokens.device)
+    rows = torch.arange(batch, device=tree.tokens.device)[:, None]
+    index = torch.arange(size, device=tree.tokens.device).expand(batch, size)
+    rank = torch.where(tree.depths > 0, tree.ranks, branch)
+    table[rows, tree.parents.clamp(min=0), rank] = index
+    return table[..., : min(branch, 16)]
+
+
+def _residual(law: Tensor, draft: Tensor) -> Tensor:
+    left = (law - draft).clamp(min=0)
+    total = left.sum(-1, keepdim=True)
+    # Nothing left means that the child had to be accepted; only rounding can lead here.
+    return torch.where(total > 0, left / total, law)
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def target_laws(tree: DraftTree, logits: Tensor, draws: Draws) -> Tensor:
+    """The law that plain autoregression draws from at every node, float64: (B, N, columns)."""
+    scaled = draws.scaled(logits, tree.depths + 1)
+    if draws.noise is None:
+        return torch.zeros_like(scaled, dtype=torch.float64).scatter_(-1, scaled.argmax(-1, keepdim=True), 1.0)
+    return scaled.double().softmax(-1)

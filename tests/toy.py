@@ -1,0 +1,136 @@
+"""Small targets and drafters that the tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from underdraw.drafters.block import Block, BlockNet
+from underdraw.drafters.eagle import Eagle, EagleNet
+from underdraw.drafters.forced import Forced
+from underdraw.drafters.model import Model
+from underdraw.engine.decode import decode
+from underdraw.history import History, Step
+from underdraw.layout import Layout
+from underdraw.nn.linear import input_major
+from underdraw.nn.rope import Rope
+from underdraw.nn.session import DecoderTarget
+from underdraw.nn.transformer import Arch, Transformer
+from underdraw.policies.fixed import NoTree
+from underdraw.protocols import Opening, Outcome, Prompt, Request
+from underdraw.sampling import Sampler
+from underdraw.tree import DraftTree
+from underdraw.verifiers.exact import Exact
+
+CODES = range(4, 36)
+PLAIN = Layout(5, 6, CODES)
+ROW_ENDS = Layout(6, 4, CODES, prologue=(1, 36), row_end=37, epilogue=(2,))
+
+
+def arch(layers: int = 2, dim: int = 32, *, rope: Rope | None = None, **options: object) -> Arch:
+    return Arch(dim, layers, 4, 48, 40, rope or Rope.one_axis(dim // 4), outputs=CODES, **options)  # type: ignore[arg-type]
+
+
+def randomise(module: torch.nn.Module, seed: int, head: float = 1.0) -> None:
+    """Weights that make neither flat nor one-sided distributions."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(module.named_parameters()):
+            if parameter.ndim < 2:
+                continue
+            scale = 1.0 if "embedding" in name else parameter.shape[1] ** -0.5
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * scale * (head if "head" in name else 1.0)
+            )
+
+
+def target(seed: int = 0, architecture: Arch | None = None, head: float = 1.6) -> DecoderTarget:
+    net = Transformer(architecture or arch()).eval()
+    randomise(net, seed, head)
+    input_major(net)
+    return DecoderTarget(net)
+
+
+def eagle(of: DecoderTarget, seed: int = 1, *, above: bool = False) -> Eagle:
+    net = EagleNet(arch(layers=1), of.net.arch.dim, above=above).eval()
+    randomise(net, seed)
+    net.body.head = of.net.head
+    return Eagle(net)
+
+
+def block(of: DecoderTarget, seed: int = 2) -> Block:
+    net = BlockNet(arch(layers=1), of.net.arch.dim, slots=4, markov_dim=16).eval()
+    randomise(net, seed)
+    net.body.head = of.net.head
+    return Block(net)
+
+
+@dataclass(frozen=True)
+class Adversary:
+    """Drafts what the true model finds least likely."""
+
+    model: Model
+
+    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> AdversarySession:
+        session = self.model.open(prompts, layout, first, guidance=guidance)
+        return AdversarySession(session)
+
+
+class AdversarySession:
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+        logits = inner.logits  # type: ignore[attr-defined]
+        inner.logits = lambda features: -logits(features)  # type: ignore[attr-defined]
+
+    def draft(self, request: Request) -> DraftTree:
+        return self.inner.draft(request)  # type: ignore[attr-defined, no-any-return]
+
+    def commit(self, outcome: Outcome) -> None:
+        self.inner.commit(outcome)  # type: ignore[attr-defined]
+
+
+def prompts(count: int, *, unconditional: bool = True) -> list[Prompt]:
+    """Prompts of different lengths."""
+    rows = [tuple(38 + (i * j) % 2 for j in range(3 + 2 * i)) for i in range(count)]
+    return [Prompt((0, *row), (0, 3) if unconditional else None) for row in rows]
+
+
+def run(
+    of: DecoderTarget,
+    drafter: object,
+    policy: object,
+    *,
+    layout: Layout = PLAIN,
+    seeds: Sequence[int] = (0,),
+    verifier: object | None = None,
+    guidance: float = 1.0,
+    proposal: str | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> tuple[Tensor, list[History], list[Step]]:
+    """Tokens (B, steps), histories and steps of one decode."""
+    sampler = Sampler(layout, seeds, temperature=temperature, top_k=top_k, top_p=top_p)
+    histories = [History(layout) for _ in seeds]
+    steps = list(
+        decode(
+            of,
+            drafter,
+            policy,
+            verifier or Exact(),
+            prompts(len(seeds)),
+            sampler,
+            guidance=guidance,
+            proposal=proposal,
+            histories=histories,  # type: ignore[arg-type]
+        )  # fmt: skip
+    )
+    return torch.stack([torch.from_numpy(h.tokens) for h in histories]), histories, steps
+
+
+def plain(of: DecoderTarget, **options: object) -> Tensor:
+    """What plain autoregression draws."""
+    return run(of, Forced(), NoTree(), **options)[0]  # type: ignore[arg-type]

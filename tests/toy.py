@@ -47,25 +47,25 @@ def randomise(module: torch.nn.Module, seed: int, head: float = 1.0) -> None:
             )
 
 
-def target(seed: int = 0, architecture: Arch | None = None, head: float = 1.6) -> DecoderTarget:
+def target(seed: int = 0, architecture: Arch | None = None, head: float = 1.6, device: str = "cpu") -> DecoderTarget:
     net = Transformer(architecture or arch()).eval()
     randomise(net, seed, head)
     input_major(net)
-    return DecoderTarget(net)
+    return DecoderTarget(net.to(device))
 
 
-def eagle(of: DecoderTarget, seed: int = 1, *, above: bool = False) -> Eagle:
-    net = EagleNet(arch(layers=1), of.net.arch.dim, above=above).eval()
+def eagle(of: DecoderTarget, seed: int = 1, *, above: bool = False, layers: int = 1) -> Eagle:
+    net = EagleNet(arch(layers=layers), of.net.arch.dim, above=above).eval()
     randomise(net, seed)
     net.body.head = of.net.head
-    return Eagle(net)
+    return Eagle(net.to(of.net.head.weight.device))
 
 
 def block(of: DecoderTarget, seed: int = 2) -> Block:
     net = BlockNet(arch(layers=1), of.net.arch.dim, slots=4, markov_dim=16).eval()
     randomise(net, seed)
     net.body.head = of.net.head
-    return Block(net)
+    return Block(net.to(of.net.head.weight.device))
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,11 @@ def run(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    first: int = 0,
 ) -> tuple[Tensor, list[History], list[Step]]:
-    """Tokens (B, steps), histories and steps of one decode."""
-    sampler = Sampler(layout, seeds, temperature=temperature, top_k=top_k, top_p=top_p)
+    """Tokens (B, steps), histories and steps of one decode; `first` is the prompt that seeds[0] goes with."""
+    device = of.net.head.weight.device
+    sampler = Sampler(layout, seeds, temperature=temperature, top_k=top_k, top_p=top_p, device=device)
     histories = [History(layout) for _ in seeds]
     steps = list(
         decode(
@@ -121,12 +123,12 @@ def run(
             drafter,
             policy,
             verifier or Exact(),
-            prompts(len(seeds)),
+            prompts(first + len(seeds))[first:],
             sampler,
             guidance=guidance,
             proposal=proposal,
             histories=histories,  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
     )
     return torch.stack([torch.from_numpy(h.tokens) for h in histories]), histories, steps
 

@@ -45,8 +45,7 @@ class Opening:
     features: Tensor  # (R, P, D), right-padded
     prefix: Tensor  # (R, P) token ids behind those features, right-padded; -1 where the prefix was not tokens
     lengths: Tensor  # (R,) of each row
-    longest: int
-    shortest: int
+    known: tuple[int, ...]  # the same on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,7 @@ class Outcome:
     verdict: Verdict
     output: Output
     counts: Tensor  # (B,) committed nodes, the root included; 0 for an image that is finished
-    longest: int  # bounds of `counts`, known to the host
-    shortest: int
+    known: tuple[int, ...]  # the same on the host
 
 
 class TreePolicy(Protocol):

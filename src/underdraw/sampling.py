@@ -23,6 +23,7 @@ from underdraw.layout import Layout
 
 Stream = Literal["target", "draft", "accept"]
 _STREAMS: dict[Stream, int] = {"target": 0, "draft": 1, "accept": 2}
+_STRIPES = 256  # that `best` divides a row into
 # The additive constant and multipliers of the splitmix64 generator, as signed 64-bit integers.
 _GAMMA, _MULTIPLY_1, _MULTIPLY_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
@@ -101,39 +102,48 @@ class Sampler:
     def __len__(self) -> int:
         return self.seeds.shape[0]
 
-    def draws(self, roots: Tensor, reach: int) -> Draws:
-        """The noise for the `reach` steps that follow each root: (B,) steps of the roots."""
+    def draws(self, roots: Tensor, reach: int, before: Draws | None = None, moved: int | None = None) -> Draws:
+        """The noise for the `reach` steps that follow each root: (B,) steps of the roots.
+
+        If every root stands `moved` steps after the ones of the draws `before`, their common steps are not drawn
+        again. It only saves time: noise is a function of the step.
+        """
         steps = roots[:, None] + torch.arange(1, reach + 1, device=roots.device)  # (B, reach)
-        noise = None if self.greedy else gumbel(self.seeds, steps, self.layout.columns)
-        return Draws(self, steps, noise)
+        if self.greedy:
+            return Draws(self, steps, None)
+        if before is None or before.noise is None or moved is None:
+            return Draws(self, steps, gumbel(self.seeds, steps, self.layout.columns))
+        old = before.noise[:, moved : moved + reach]
+        new = gumbel(self.seeds, steps[:, old.shape[1] :], self.layout.columns)
+        return Draws(self, steps, torch.cat([old, new], dim=1))
 
     def random_tokens(self, steps: Tensor) -> Tensor:
         """A uniform random code for each image, as a token: (B,) steps -> (B,)."""
         code = _uniform(self.seeds, steps[:, None], 1, "draft")[:, 0, 0] * len(self.layout.codes)
         return self.layout.tokens(code.long())
 
-    def scaled(self, logits: Tensor, forced: Tensor) -> Tensor:
-        """Filtered logits over temperature, and exactly one finite column at forced steps.
+    def filtered(self, logits: Tensor) -> Tensor:
+        """Logits over temperature, with what the filters cut at -inf: (..., K).
 
-        (..., K), (...) -> (..., columns). Filters see the logits over temperature, top-k before top-p; top-k keeps
-        ties with the k-th value.
+        Filters see the logits over temperature, top-k before top-p; top-k keeps ties with the k-th value.
         """
-        scaled = logits if self.greedy or self.temperature == 1 else logits * (1 / self.temperature)
-        if not self.greedy and self.top_k:
+        if self.greedy:
+            return logits
+        scaled = logits if self.temperature == 1 else logits * (1 / self.temperature)
+        if self.top_k:
             kth = scaled.topk(self.top_k, dim=-1).values[..., -1:]
             scaled = scaled.masked_fill(scaled < kth, -torch.inf)
-        if not self.greedy and self.top_p < 1:
+        if self.top_p < 1:
             ordered, order = scaled.sort(dim=-1, descending=True)
-            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-            cut = (before >= self.top_p).scatter(-1, order, before >= self.top_p)
-            scaled = scaled.masked_fill(cut, -torch.inf)
-        if self.layout.row_end is None:
-            return scaled
-        shut = torch.full_like(scaled[..., :1], -torch.inf)
-        scaled = torch.cat([scaled, shut], dim=-1)
-        row_end = torch.full_like(scaled, -torch.inf)
-        row_end[..., -1] = 0
-        return torch.where(forced[..., None], row_end, scaled)
+            chance = ordered.softmax(-1)
+            late = chance.cumsum(-1) - chance >= self.top_p
+            scaled = scaled.masked_fill(torch.zeros_like(late).scatter(-1, order, late), -torch.inf)
+        return scaled
+
+    def forced(self, scaled: Tensor, forced: Tensor) -> Tensor:
+        """With a column for the row end, the only finite one at forced steps: (..., K), (...) -> (..., columns)."""
+        row_end = torch.where(forced, 0.0, -torch.inf)[..., None].to(scaled.dtype)
+        return torch.cat([scaled.masked_fill(forced[..., None], -torch.inf), row_end], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +159,33 @@ class Draws:
 
         Depths outside the reach belong to padding; their rows hold numbers that nobody reads.
         """
-        row = (depths - 1).clamp(0, self.steps.shape[1] - 1)  # (B, N)
         scaled = self.scaled(logits, depths)
         if self.noise is None:
             return scaled
-        batch = torch.arange(row.shape[0], device=row.device)[:, None]
-        return scaled + self.noise[batch, row]
+        batch, reach, columns = self.noise.shape
+        row = (depths - 1).clamp(0, reach - 1) + torch.arange(0, batch * reach, reach, device=depths.device)[:, None]
+        return self.noise.view(-1, columns).index_select(0, row.flatten()).view_as(scaled).add_(scaled)
 
     def scaled(self, logits: Tensor, depths: Tensor) -> Tensor:
         """The same without noise: log-probabilities up to a constant. (B, N, K), (B, N) -> (B, N, columns)."""
+        layout = self.sampler.layout
+        if layout.row_end is None:
+            return self.sampler.filtered(logits)
         row = (depths - 1).clamp(0, self.steps.shape[1] - 1)
-        return self.sampler.scaled(logits, self.sampler.layout.forced(self.steps.gather(1, row)))
+        return self.sampler.forced(self.sampler.filtered(logits), layout.forced(self.steps.gather(1, row)))
+
+    def level_scores(self, logits: Tensor, depth: int) -> Tensor:
+        """`scores` of nodes that all choose a token of one depth: (B, W, K) -> (B, W, columns)."""
+        scaled = self.level_scaled(logits, depth)
+        return scaled if self.noise is None else scaled + self.noise[:, depth - 1, None]
+
+    def level_scaled(self, logits: Tensor, depth: int) -> Tensor:
+        """`scaled` of nodes that all choose a token of one depth."""
+        layout = self.sampler.layout
+        if layout.row_end is None:
+            return self.sampler.filtered(logits)
+        forced = layout.forced(self.steps[:, depth - 1, None]).expand(logits.shape[:2])
+        return self.sampler.forced(self.sampler.filtered(logits), forced)
 
     def gumbel(self, stream: Stream) -> Tensor:
         """Noise of another stream for the same steps: (B, reach, columns)."""
@@ -168,3 +194,19 @@ class Draws:
     def uniform(self, count: int) -> Tensor:
         """Numbers in (0, 1) for accept tests, `count` a step: (B, reach, count) float64."""
         return _uniform(self.sampler.seeds, self.steps, count, "accept")
+
+
+def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best scores of each row and their columns: as `topk`, several times faster on long rows.
+
+    The best lie in the `count` stripes with the highest maxima; only those are looked at closely.
+    """
+    columns = scores.shape[-1]
+    if columns % _STRIPES or columns < 4 * _STRIPES or count > _STRIPES // 4:
+        return scores.topk(count, dim=-1)
+    stripes = scores.unflatten(-1, (-1, _STRIPES))  # (..., columns / stripes, stripes)
+    height = stripes.shape[-2]
+    chosen = stripes.amax(-2).topk(count, dim=-1).indices  # (..., count)
+    close = stripes.gather(-1, chosen[..., None, :].expand(*chosen.shape[:-1], height, count)).flatten(-2)
+    values, place = close.topk(count, dim=-1)
+    return values, place // count * _STRIPES + chosen.gather(-1, place % count)

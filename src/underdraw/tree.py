@@ -16,9 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from underdraw.calibration import Calibration, constant
 from underdraw.errors import ConfigError
 from underdraw.plan import Shape, TreePlan
-from underdraw.sampling import Draws
+from underdraw.sampling import Draws, best
 
 Proposal = Literal["coupled", "topk", "sampled"]
 
@@ -51,36 +52,6 @@ class Verdict:
     def narrow(self, length: int) -> Verdict:
         """The same verdict when no path is longer than `length`."""
         return replace(self, path=self.path[:, : length + 1])
-
-
-@functools.lru_cache(maxsize=1024)
-def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor that is made once, so that no step waits for a copy to the device."""
-    return torch.tensor(values, dtype=dtype, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """How scores tell the chance of a match: chance of child r is proportional to exp(bias_r - gap_r * slope).
-
-    gap_r is how far the child's perturbed score lies behind the best sibling's. If draft and target differed by
-    independent Gumbel errors of scale 1/slope on every logit this would be exact with zero biases; `biases` (last one
-    for all further ranks) and `miss` (weight of "none of them", against 1 for the best) are what fitting adds.
-    """
-
-    slope: float = 1.0
-    biases: tuple[float, ...] = (0.0,)
-    miss: float = 0.05
-
-    def log_chance(self, scores: Tensor) -> Tensor:
-        """Best scores of a node in descending order (..., k) -> log chance of each; -inf stays -inf."""
-        count = scores.shape[-1]
-        biases = tuple(self.biases[min(rank, len(self.biases) - 1)] for rank in range(count))
-        weight = _constant(biases, scores.dtype, scores.device) - (scores[..., :1] - scores) * self.slope
-        forced = scores[..., 1:2].isinf() if count > 1 else torch.zeros_like(scores[..., :1], dtype=torch.bool)
-        # A node with one possible child is not a guess: the layout forces it.
-        miss = torch.where(forced, 0.0, self.miss)
-        return weight - torch.log(weight.exp().sum(-1, keepdim=True) + miss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +111,10 @@ def grow(
     calibration: Calibration | None = None,
     limits: Limits | None = None,
 ) -> DraftTree:
-    """B trees from their roots (B,), drafted as `plan` says; `limits` holds what each of them may use of it."""
-    calibration = calibration or Calibration()
+    """B trees from their roots (B,), drafted as `plan` says; `limits` holds what each of them may use of it.
+
+    Without a calibration, nodes are ranked by q as in EAGLE-2, whatever the proposal.
+    """
     if proposal == "sampled":
         plan = plan.fixed()
     if plan.shape is not None:
@@ -155,18 +128,17 @@ def children(
     logits: Tensor, depth: int, count: int, draws: Draws, proposal: Proposal
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The best `count` children of each node: columns and scores (B, W, count), and q if they were drawn from it."""
-    depths = torch.full(logits.shape[:2], depth, device=logits.device)
     count = min(count, draws.sampler.layout.columns)
     if proposal == "coupled":
-        scores, columns = draws.scores(logits, depths).topk(count, dim=-1)
+        scores, columns = best(draws.level_scores(logits, depth), count)
         return columns, scores, None
-    scaled = draws.scaled(logits, depths)
+    scaled = draws.level_scaled(logits, depth)
     if proposal == "topk":
-        scores, columns = scaled.log_softmax(-1).topk(count, dim=-1)
+        scores, columns = best(scaled.log_softmax(-1), count)
         return columns, scores, None
     # Sorting log q + Gumbel noise is drawing without replacement; the noise must not be the target's.
     perturbed = scaled if draws.noise is None else scaled + draws.gumbel("draft")[:, depth - 1, None]
-    scores, columns = perturbed.topk(count, dim=-1)
+    scores, columns = best(perturbed, count)
     return columns, scores, scaled.softmax(-1)
 
 
@@ -190,75 +162,102 @@ def chain(tokens: Tensor, lengths: Tensor | None = None) -> DraftTree:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """All nodes that a best-first growth looks at, level by level, each level parent by parent."""
+
+    depths: Tensor  # (P,)
+    ranks: Tensor  # (P,)
+    parents: Tensor  # (P,) which expanded node is the parent, counted over all levels
+    width: tuple[int, ...]  # expanded nodes a level, from the root's on
+
+    @classmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(cls, depth: int, width: int, branch: int, device: torch.device) -> _Pool:
+        widths = [1]
+        for _ in range(depth - 1):
+            widths.append(min(width, widths[-1] * branch))
+        expanded = torch.repeat_interleave(torch.arange(depth), torch.tensor(widths))  # level of each expanded node
+        parents = torch.arange(sum(widths)).repeat_interleave(branch)
+        ranks = torch.arange(branch).repeat(sum(widths))
+        return cls(
+            (expanded + 1).repeat_interleave(branch).to(device), ranks.to(device), parents.to(device), tuple(widths)
+        )
+
+
 def _grow_best(
     expand: Expand,
     root: Tensor,
     plan: TreePlan,
     draws: Draws,
     proposal: Proposal,
-    calibration: Calibration,
+    calibration: Calibration | None,
     limits: Limits | None,
 ) -> DraftTree:
     """Expand the most promising `width` nodes a level, then keep the best `nodes` of all that were seen."""
-    batch, device = root.shape[0], root.device
+    batch, device, layout = root.shape[0], root.device, draws.sampler.layout
+    branch = min(plan.branch, layout.columns)
+    pool = _Pool.of(plan.depth, plan.width, branch, device)
     level = Level(0, root[:, None], torch.zeros(batch, 1, dtype=torch.int64, device=device))
-    chance = torch.zeros(batch, 1, device=device)  # (B, W) log chance that the target comes by here
-    place = torch.full((batch, 1), -1, dtype=torch.int64, device=device)  # (B, W) where in the pool; -1 is the root
-    pool: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    reached: Tensor | None = None  # (B, W, 1) log chance that the target comes by the nodes of the level
+    columns, chances, places = [], [], [torch.full_like(level.parents, -1)]  # a place is in the pool; -1 is the root
     seen = 0
-    for depth in range(1, plan.depth + 1):
+    for depth, width in enumerate(pool.width, start=1):
         logits = expand(level)
-        columns, scores, _ = children(logits, depth, plan.branch, draws, proposal)  # (B, W, k)
-        step_chance = calibration.log_chance(scores) if proposal == "coupled" else scores
-        reached = chance[..., None] + step_chance
+        column, chance, _ = children(logits, depth, branch, draws, proposal)  # (B, W, k)
+        if proposal == "coupled" and calibration is not None:
+            chance = calibration.log_chance(chance, forcing=layout.row_end is not None)
+        elif proposal == "coupled":
+            chance = draws.level_scaled(logits, depth).log_softmax(-1).gather(-1, column)
+        if reached is not None:
+            chance = chance + reached
         if limits is not None:
-            rank = torch.arange(reached.shape[-1], device=device)
-            closed = (rank >= limits.branch[:, None]) | (depth > limits.depth)[:, None]  # (B, k)
-            reached = reached.masked_fill(closed[:, None], -torch.inf)
-        width, count = columns.shape[1:]
-        flat = reached.flatten(1)  # (B, W * k)
-        tokens = draws.sampler.layout.tokens(columns).flatten(1)
-        rank = torch.arange(count, device=device).repeat(width).expand(batch, -1)
-        pool.append((tokens, place.repeat_interleave(count, 1), flat, rank))
+            closed = (pool.ranks[:branch] >= limits.branch[:, None]) | (depth > limits.depth)[:, None]  # (B, k)
+            chance = chance.masked_fill(closed[:, None], -torch.inf)
+        columns.append(column.flatten(1))
+        chances.append(chance.flatten(1))
         if depth == plan.depth:
             break
-        kept = min(plan.width, width * count)
-        chance, best = flat.topk(kept, dim=-1)  # (B, W')
+        reached, place = chances[-1].topk(pool.width[depth], dim=-1)  # (B, W')
         if limits is not None:
-            chance = chance.masked_fill(torch.arange(kept, device=device) >= limits.width[:, None], -torch.inf)
-        level = Level(depth, tokens.gather(1, best), best // count)
-        place = best + seen
-        seen += width * count
-    return _keep(root, plan, pool, limits)
+            narrow = torch.arange(pool.width[depth], device=device) >= limits.width[:, None]
+            reached = reached.masked_fill(narrow, -torch.inf)
+        reached = reached[..., None]
+        level = Level(depth, layout.tokens(columns[-1].gather(1, place)), place // branch)
+        places.append(place + seen)
+        seen += width * branch
+    tokens = layout.tokens(torch.cat(columns, dim=1))
+    return _keep(root, plan, pool, tokens, torch.cat(chances, dim=1), torch.cat(places, dim=1), limits)
 
 
 def _keep(
-    root: Tensor, plan: TreePlan, pool: list[tuple[Tensor, Tensor, Tensor, Tensor]], limits: Limits | None
+    root: Tensor, plan: TreePlan, pool: _Pool, tokens: Tensor, chance: Tensor, places: Tensor, limits: Limits | None
 ) -> DraftTree:
-    """The best nodes of the pool as a tree. A stable sort keeps a parent before a child of equal chance."""
+    """The best nodes of a pool of tokens (B, P) as a tree; places (B, E) in the pool of the nodes that were expanded.
+
+    A stable sort keeps a parent, which comes first in the pool, before a child of equal chance.
+    """
     batch, device = root.shape[0], root.device
-    tokens, parents, chance, ranks = (torch.cat(parts, dim=1) for parts in zip(*pool, strict=True))
-    sizes = torch.tensor([p[0].shape[1] for p in pool], device=device)
-    depths = torch.repeat_interleave(torch.arange(1, len(pool) + 1, device=device), sizes, output_size=tokens.shape[1])
     count = min(plan.nodes - 1, tokens.shape[1])
     ordered, order = chance.sort(dim=-1, descending=True, stable=True)
-    ordered, order = ordered[:, :count], order[:, :count]
+    order = order[:, :count]
+    ordered = ordered[:, :count]
+    index = torch.arange(1, count + 1, device=device)
     if limits is not None:
-        ordered = ordered.masked_fill(torch.arange(1, count + 1, device=device) >= limits.nodes[:, None], -torch.inf)
+        ordered = ordered.masked_fill(index >= limits.nodes[:, None], -torch.inf)
     kept, by_place = order.sort(dim=-1)  # (B, count) pool places in the order of growth
-    valid = ordered.gather(1, by_place).isfinite()
-    new_place = torch.zeros(batch, tokens.shape[1] + 1, dtype=torch.int64, device=device)
-    new_place.scatter_(1, kept + 1, torch.arange(1, count + 1, device=device).expand(batch, -1))
-    new_parents = new_place.gather(1, parents.gather(1, kept) + 1)  # the pool's -1, the root, becomes 0
-    start = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-    parents = torch.cat([start - 1, torch.where(valid, new_parents, 0)], 1)
-    depths = torch.cat([start, torch.where(valid, depths[kept], -1)], 1)
+    padding = ordered.gather(1, by_place).isinf()
+    new_place = torch.zeros(batch, tokens.shape[1] + 1, dtype=torch.int64, device=device)  # the pool's -1 becomes 0
+    new_place.scatter_(1, kept + 1, index.expand(batch, -1))
+    parents = new_place.gather(1, places.gather(1, pool.parents[kept]) + 1)
+    pad = torch.nn.functional.pad
+    parents = pad(parents.masked_fill(padding, 0), (1, 0), value=-1)
     return DraftTree(
-        torch.cat([root[:, None], torch.where(valid, tokens.gather(1, kept), root[:, None])], 1),
+        torch.cat([root[:, None], tokens.gather(1, kept)], 1),
         parents,
-        depths,
+        pad(pool.depths[kept].masked_fill(padding, -1), (1, 0)),
         ancestry(parents, plan.depth),
-        torch.cat([start, ranks.gather(1, kept)], 1),
+        pad(pool.ranks[kept], (1, 0)),
     )
 
 
@@ -329,12 +328,12 @@ def _grow_shape(
             q[:, frontier] = rows
         level = Level(depth, tokens[:, place.inner], place.inner_slots.expand(batch, -1))
         frontier = place.inner
-    up = _constant(parents, torch.int64, device).expand(batch, size)
+    up = constant(parents, torch.int64, device).expand(batch, size)
     return DraftTree(
         tokens,
         torch.where(dead, 0, up),
-        torch.where(dead, -1, _constant(shape.depths, torch.int64, device)),
+        torch.where(dead, -1, constant(shape.depths, torch.int64, device)),
         ancestry(up, len(shape.levels) - 1),
-        _constant(shape.ranks, torch.int64, device).expand(batch, size),
+        constant(shape.ranks, torch.int64, device).expand(batch, size),
         q,
     )

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from underdraw.calibration import Calibration
 from underdraw.drafters.eagle import Eagle, EagleNet, EagleSession, above_tokens
 from underdraw.layout import Layout
 from underdraw.nn.linear import Linear
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import Opening, Prompt, Request
-from underdraw.tree import Calibration, DraftTree, Level, grow
+from underdraw.tree import DraftTree, Level, grow
 
 
 class BlockNet(EagleNet):
@@ -47,7 +48,7 @@ class Block:
     """A trained block drafter with the calibration of its scores."""
 
     net: BlockNet
-    calibration: Calibration = Calibration()
+    calibration: Calibration | None = Calibration()
     image_offset: int | None = None
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from underdraw.calibration import Calibration
 from underdraw.drafters.level import LevelSession, Pending
 from underdraw.layout import Layout
 from underdraw.nn.linear import Linear
@@ -19,7 +20,6 @@ from underdraw.nn.stream import Stream
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.plan import MAX_EXPANDED
 from underdraw.protocols import Opening, Prompt
-from underdraw.tree import Calibration
 
 ABOVE = ((-1, 0), (-1, 1))  # cells that lie above and above-right
 
@@ -53,7 +53,7 @@ class Eagle:
     """A trained head with the calibration of its scores."""
 
     net: EagleNet
-    calibration: Calibration = Calibration()
+    calibration: Calibration | None = Calibration()
     image_offset: int | None = None
 
     @torch.no_grad()
@@ -66,22 +66,22 @@ class EagleSession(LevelSession):
 
     def __init__(self, drafter: Eagle, layout: Layout, first: Opening, guidance: float) -> None:
         net = drafter.net
-        stream = Stream(net.body, first.lengths.shape[0], first.longest + layout.stop - layout.start + MAX_EXPANDED)
+        stream = Stream(net.body, first.lengths.shape[0], max(first.known) + layout.stop - layout.start + MAX_EXPANDED)
         # One place earlier than the token has in the target.
         place = drafter.image_offset
         offset = first.lengths - layout.start - 1 if place is None else torch.full_like(first.lengths, place - 1)
         super().__init__(net.body, layout, guidance, drafter.calibration, stream, offset)
         self.eagle = net
         tokens = torch.cat([first.prefix[:, 1:], first.prefix[:, :1]], dim=1).clamp(min=0)
-        index = torch.arange(first.longest, device=offset.device)
+        index = torch.arange(max(first.known), device=offset.device)
         steps = index + 1 - (first.lengths[:, None] - layout.start)
         for step, token in enumerate(layout.prologue):
             self.known[:, step] = token
-        self.pending = Pending(tokens, first.features, steps, first.lengths, first.longest, first.shortest)
+        self.pending = Pending(tokens, first.features, steps, first.lengths, first.known)
 
     def rotation(self, steps: Tensor) -> Tensor:
         turned = super().rotation(steps.clamp(min=0))
-        if self.stream.longest > 0:
+        if max(self.stream.known) > 0:
             return turned
         prompt = self.net.arch.rope.prompt(steps.shape[1], steps.device)  # the prompt has no steps of its own
         return torch.where((steps >= 0)[..., None, None], turned, prompt)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from underdraw.calibration import Calibration
 from underdraw.layout import Layout
 from underdraw.nn.session import guided
 from underdraw.nn.stream import Stream
 from underdraw.nn.transformer import Transformer
 from underdraw.protocols import Outcome, Request
-from underdraw.tree import Calibration, DraftTree, Level, grow
+from underdraw.tree import DraftTree, Level, grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,7 @@ class Pending:
     features: Tensor | None  # (R, N, D) the target's features one place before each token
     steps: Tensor  # (R, N) of the tokens; negative inside a prompt
     counts: Tensor  # (R,)
-    longest: int
-    shortest: int
+    known: tuple[int, ...]  # the same on the host
 
 
 class LevelSession:
@@ -39,7 +39,7 @@ class LevelSession:
         net: Transformer,
         layout: Layout,
         guidance: float,
-        calibration: Calibration,
+        calibration: Calibration | None,
         stream: Stream,
         offset: Tensor,
     ) -> None:
@@ -82,7 +82,7 @@ class LevelSession:
         tokens = pending.tokens.scatter(1, last, root.repeat(self.copies)[:, None])
         x = self.inputs(tokens, pending.features, pending.steps)
         rotation = self.rotation(pending.steps)
-        out = self.stream.extend(x, rotation, pending.counts, pending.longest, pending.shortest)
+        out = self.stream.extend(x, rotation, pending.counts, pending.known)
         self.top = out.gather(1, last[..., None].expand(-1, -1, out.shape[-1]))
 
     def commit(self, outcome: Outcome) -> None:
@@ -98,12 +98,7 @@ class LevelSession:
         width = outcome.output.features.shape[-1]
         features = outcome.output.features.gather(1, path.repeat(copies, 1)[..., None].expand(-1, -1, width))
         self.pending = Pending(
-            after,
-            features,
-            (steps + 1).repeat(copies, 1),
-            outcome.counts.repeat(copies),
-            outcome.longest,
-            outcome.shortest,
+            after, features, (steps + 1).repeat(copies, 1), outcome.counts.repeat(copies), outcome.known * copies
         )
 
     def logits(self, features: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from underdraw.calibration import Calibration
 from underdraw.drafters.level import LevelSession, Pending
 from underdraw.layout import Layout
 from underdraw.nn.session import DecoderSession, DecoderTarget
 from underdraw.plan import MAX_EXPANDED
 from underdraw.protocols import Opening, Prompt
-from underdraw.tree import Calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Model:
     """Any decoder that reads the target's prompts and draws the target's codes."""
 
     target: DecoderTarget
-    calibration: Calibration = Calibration()
+    calibration: Calibration | None = Calibration()
 
     @torch.no_grad()
     def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> ModelSession:
@@ -37,7 +37,7 @@ class ModelSession(LevelSession):
         super().__init__(net, layout, guidance, drafter.calibration, stream, session.offset)
         rows = stream.length.shape[0]
         start = torch.full((rows, 1), layout.start, device=stream.length.device)
-        self.pending = Pending(start, None, start, torch.ones_like(stream.length), 1, 1)
+        self.pending = Pending(start, None, start, torch.ones_like(stream.length), (1,) * rows)
 
     def inputs(self, tokens: Tensor, features: Tensor | None, steps: Tensor) -> Tensor:
         return self.net.embed(tokens)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from underdraw.calibration import Calibration
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 from underdraw.protocols import Opening, Outcome, Prompt, Request
-from underdraw.tree import Calibration, DraftTree, Level, grow
+from underdraw.tree import DraftTree, Level, grow
 
 
 @dataclass(frozen=True, slots=True)

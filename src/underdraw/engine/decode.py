@@ -15,7 +15,7 @@ from underdraw.errors import ConfigError
 from underdraw.history import History, Step
 from underdraw.plan import TreePlan
 from underdraw.protocols import Drafter, Outcome, Prompt, Request, Target, TreePolicy, Verifier
-from underdraw.sampling import Sampler
+from underdraw.sampling import Sampler, best
 from underdraw.tree import DraftTree, Limits, Proposal, Verdict, envelope
 
 
@@ -48,11 +48,13 @@ def decode(
         raise ConfigError(f"the sampler is on {sampler.device} and the model on {device}; put both on one device.")
     steps = torch.full((len(prompts),), layout.start, device=device)  # (B,) step of each root
     draws = sampler.draws(steps - 1, 1)
-    root = layout.tokens(draws.scores(session.first.logits, torch.ones_like(steps)[:, None]).argmax(-1))[:, 0]
+    scores = draws.scores(session.first.logits, torch.ones_like(steps)[:, None])
+    root = layout.tokens(best(scores, 1)[1])[:, 0, 0]
     for history, token in zip(histories, root.tolist(), strict=True):
         history.begin(token)
     place = [layout.start] * len(prompts)  # the host's copy of `steps`
     index = 0
+    moved: int | None = 1
     while not all(history.done for history in histories):
         began = time.perf_counter()
         live = [not history.done for history in histories]
@@ -62,19 +64,20 @@ def decode(
         ]
         plan = envelope([p for p, alive in zip(plans, live, strict=True) if alive])
         limits = None if all(p == plan for p in plans) else Limits.of(plans, device)
-        draws = sampler.draws(steps, plan.depth + 1)
+        draws = sampler.draws(steps, plan.depth + 1, draws, moved)
         tree = draft.draft(Request(root, steps, plan, draws, proposal, limits))
         output = session.run(tree, steps)
         verdict = verifier.verify(tree, output.logits, draws)
         lengths, tokens, ranks = _fetch(tree, verdict, plan.depth)
         counts = [length + 1 if alive else 0 for length, alive in zip(lengths, live, strict=True)]
-        moved = verdict.length + 1
+        committed = verdict.length + 1
         if not all(live):
-            moved = moved * torch.tensor(live, device=device)
-        outcome = Outcome(tree, verdict.narrow(max(counts) - 1), output, moved, max(counts), min(counts))
+            committed = committed * torch.tensor(live, device=device)
+        outcome = Outcome(tree, verdict.narrow(max(counts) - 1), output, committed, tuple(counts))
         session.commit(outcome)
         draft.commit(outcome)
-        root, steps = verdict.next_token, steps + moved
+        root, steps = verdict.next_token, steps + committed
+        moved = counts[0] if len(set(counts)) == 1 else None
         seconds = time.perf_counter() - began
         for image, history in enumerate(histories):
             if not live[image]:

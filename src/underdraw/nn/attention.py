@@ -63,17 +63,21 @@ def windows(committed: Tensor, depths: Tensor, first: int, length: int) -> tuple
     return tuple(parts)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
-    """q (R, N, H, D) against cached keys (R, G, L, D) and values (R, G, L, D + 1): (R, N, H * D).
+def values_like(keys: Tensor) -> Tensor:
+    """An empty value cache for a key cache; on a CPU with one more column, of ones, that sums up to the normaliser."""
+    if keys.device.type != "cpu":
+        return torch.zeros_like(keys)
+    return torch.cat([torch.zeros_like(keys), torch.ones_like(keys[..., :1])], dim=-1)
 
-    H is a multiple of G; the last value column is 1.
-    """
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
+    """q (R, N, H, D) against cached keys (R, G, L, D) and values of `values_like`: (R, N, H * D). G divides H."""
     rows, count, heads, width = q.shape
     groups, length = keys.shape[1], visible.length
     keys, values = keys[:, :, :length], values[:, :, :length]
     if q.device.type != "cpu":
         out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values[..., :width], attn_mask=visible.mask, enable_gqa=heads != groups
+            q.transpose(1, 2), keys, values, attn_mask=visible.mask, enable_gqa=heads != groups
         )
         return out.transpose(1, 2).reshape(rows, count, heads * width)
     q = q.transpose(1, 2).reshape(rows, groups, heads // groups, count, width)

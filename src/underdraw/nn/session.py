@@ -102,10 +102,10 @@ class DecoderSession:
         x = torch.where((tokens >= 0)[..., None], net.embed(tokens.clamp(min=0)), x)
         rotation = self._prompt_rotation(longest, device)
         lengths = torch.tensor(self.lengths, device=device)
-        features = self.stream.extend(x, rotation, lengths, longest, min(self.lengths))
+        features = self.stream.extend(x, rotation, lengths, self.lengths)
         last = features[torch.arange(len(rows), device=device), lengths - 1]
         logits = guided(net.logits(last[:, None]), self.guidance)
-        return Opening(logits, features, tokens, lengths, longest, min(self.lengths))
+        return Opening(logits, features, tokens, lengths, tuple(self.lengths))
 
     def _prompt_rotation(self, longest: int, device: torch.device) -> Tensor:
         """Rotations of the prompt places (R, P, 2, half); the prologue's tokens are image tokens already."""
@@ -136,7 +136,7 @@ class DecoderSession:
 
     def commit(self, outcome: Outcome) -> None:
         path, counts = outcome.verdict.path.repeat(self.copies, 1), outcome.counts.repeat(self.copies)
-        self.stream.keep(path, counts, outcome.longest, outcome.shortest)
+        self.stream.keep(path, counts, outcome.known * self.copies)
 
 
 def _length(row: Prefix) -> int:

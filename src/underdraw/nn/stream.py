@@ -7,11 +7,13 @@ order, so after every `keep` the cache is what a fresh prefill would have left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from underdraw.errors import CapacityError
-from underdraw.nn.attention import Visible, attend, windows
+from underdraw.nn.attention import Visible, attend, values_like, windows
 from underdraw.nn.transformer import Transformer
 
 
@@ -24,18 +26,16 @@ class Stream:
         self.net = net
         self.capacity = -(-capacity // 64) * 64
         shape = (arch.layers, rows, arch.groups, self.capacity, arch.width)
-        # The last value column is 1: attention sums it up to its normaliser.
         self.keys = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
-        self.values = torch.ones((*shape[:-1], arch.width + 1), device=weight.device, dtype=weight.dtype)
-        self.values[..., :-1] = 0
+        self.values = values_like(self.keys)
         self.length = torch.zeros(rows, dtype=torch.int64, device=weight.device)  # (R,) committed tokens
-        self.shortest = self.longest = 0  # bounds of `length` that the host knows
+        self.known = [0] * rows  # `length` on the host
         self.depths = self.length.new_zeros(rows, 0)  # (R, M) of the tree nodes now in the cache
 
-    def extend(self, x: Tensor, rotation: Tensor, counts: Tensor, longest: int, shortest: int) -> Tensor:
+    def extend(self, x: Tensor, rotation: Tensor, counts: Tensor, known: Sequence[int]) -> Tensor:
         """Append the first `counts` (R,) of N tokens x (R, N, dim); features (R, N, dim).
 
-        `longest` and `shortest` bound the counts. Tokens past a row's count are computed and forgotten.
+        `known` are the counts on the host. Tokens past a row's count are computed and forgotten.
         """
         self.forget()
         count = x.shape[1]
@@ -43,10 +43,7 @@ class Stream:
         features = self._run(
             x, rotation, order.expand(x.shape[0], -1), (order[:, None] >= order).expand(x.shape[0], -1, -1)
         )
-        self.forget()
-        self.length = self.length + counts
-        self.longest += longest
-        self.shortest += shortest
+        self._grow(counts, known)
         return features
 
     def branch(self, x: Tensor, rotation: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
@@ -57,7 +54,7 @@ class Stream:
         """Drop the tree nodes."""
         self.depths = self.depths[:, :0]
 
-    def keep(self, path: Tensor, counts: Tensor, longest: int, shortest: int) -> None:
+    def keep(self, path: Tensor, counts: Tensor, known: Sequence[int]) -> None:
         """Commit the first `counts` (R,) nodes of `path` (R, D), which starts at node 0, and forget the others."""
         moved = path.shape[1]
         if moved > 1:
@@ -67,16 +64,18 @@ class Stream:
             row = torch.arange(path.shape[0], device=path.device)[:, None]
             self.keys[:, row, :, target] = self.keys[:, row, :, source]
             self.values[:, row, :, target] = self.values[:, row, :, source]
+        self._grow(counts, known)
+
+    def _grow(self, counts: Tensor, known: Sequence[int]) -> None:
         self.forget()
         self.length = self.length + counts
-        self.longest += longest
-        self.shortest += shortest
+        self.known = [length + count for length, count in zip(self.known, known, strict=True)]
 
     def _run(self, x: Tensor, rotation: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
         """Write the keys of N new nodes behind the M old ones and attend to prompt, committed tokens and ancestors."""
         rows, count = x.shape[:2]
         before = self.depths.shape[1]
-        used = self.longest + before + count
+        used = max(self.known) + before + count
         if used > self.capacity:
             raise CapacityError(
                 f"{used} tokens do not fit a cache of {self.capacity}; open the session with more capacity."
@@ -88,7 +87,7 @@ class Stream:
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.keys[layer][row, :, slots] = k
-            self.values[layer][row, :, slots, :-1] = v
+            self.values[layer][row, :, slots, : v.shape[-1]] = v
             return attend(q, self.keys[layer], self.values[layer], visible)
 
         return self.net(x, rotation, attention)
@@ -100,4 +99,4 @@ class Stream:
         ahead = slot - self.length[:, None]  # (R, length) node in the slot, negative for committed tokens
         tree = ancestors.gather(2, ahead.clamp(0, nodes - 1)[:, None].expand(-1, count, -1))
         mask = (ahead < 0)[:, None] | (tree & (ahead < nodes)[:, None])
-        return Visible(mask[:, None], windows(self.length, self.depths.clamp(min=0), self.shortest, length))
+        return Visible(mask[:, None], windows(self.length, self.depths.clamp(min=0), min(self.known), length))

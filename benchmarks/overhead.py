@@ -1,0 +1,154 @@
+"""What the decoding loop itself costs: everything but the two models' forward passes.
+
+    python benchmarks/overhead.py            # 64 nodes, 8,192 codes, one CPU core
+    python benchmarks/overhead.py --json
+
+The target and the drafter are replaced by tables of logits that are made beforehand, so what is left is the loop:
+planning, noise, growth, verification, compaction of a real cache, and records. Times are of the processor, which other
+programs do not change; parts are medians, the loop is the mean over one image of 1,024 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from underdraw.engine.decode import decode
+from underdraw.history import History
+from underdraw.layout import Layout
+from underdraw.nn.rope import Rope
+from underdraw.nn.stream import Stream
+from underdraw.nn.transformer import Arch, Transformer
+from underdraw.plan import TreePlan
+from underdraw.policies.adjacency import Adjacency
+from underdraw.protocols import Opening, Outcome, Output, Prompt, Request
+from underdraw.sampling import Sampler
+from underdraw.tree import DraftTree, Level, grow
+from underdraw.verifiers.exact import Exact
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same tree size everywhere, so that every step costs the same."""
+
+    nodes: int
+    depth: int
+    width: int
+
+    def plan(self, history: History, step: int) -> TreePlan:
+        return TreePlan(self.depth, self.width, self.width, self.nodes)
+
+
+class Tables:
+    """Stands in for both models: logits from a table, no computation."""
+
+    def __init__(self, codes: int, nodes: int, rows: int = 1) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.target_logits = torch.randn(rows, nodes, codes, generator=generator) * 2
+        # A fair drafter: the target's logits plus some error.
+        self.draft_logits = self.target_logits + torch.randn(rows, nodes, codes, generator=generator) * 0.7
+        self.features = torch.zeros(rows, nodes, 8)
+
+    def open(self, prompts: Sequence[Prompt], layout: Layout, *unused: Opening, guidance: float) -> TableSession:
+        return TableSession(self)
+
+
+class TableSession:
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        logits = tables.target_logits[:, :1]
+        ones = torch.ones(logits.shape[0], dtype=torch.int64)
+        self.first = Opening(logits, tables.features[:, :1], ones[:, None], ones, (1,) * len(ones))
+
+    def run(self, tree: DraftTree, steps: Tensor) -> Output:
+        return Output(self.tables.target_logits[:, : tree.size], self.tables.features[:, : tree.size])
+
+    def draft(self, request: Request) -> DraftTree:
+        def expand(level: Level) -> Tensor:
+            return self.tables.draft_logits[:, : level.tokens.shape[1]]
+
+        return grow(expand, request.root, request.plan, request.draws)
+
+    def commit(self, outcome: Outcome) -> None:
+        pass
+
+
+def median_ms(action: Callable[[], object], repeats: int) -> float:
+    action()
+    times = []
+    for _ in range(repeats):
+        began = time.thread_time()
+        action()
+        times.append(time.thread_time() - began)
+    return statistics.median(times) * 1e3
+
+
+def measure(nodes: int, codes: int, depth: int, width: int, repeats: int) -> dict[str, float]:
+    """Milliseconds of each part and of the whole loop."""
+    layout = Layout(32, 32, range(codes))
+    sampler, tables = Sampler(layout, [1]), Tables(codes, nodes)
+    session, steps, root = TableSession(tables), torch.tensor([100]), torch.tensor([3])
+    plan = TreePlan(depth, width, width, nodes)
+    draws = sampler.draws(steps, depth + 1)
+    request = Request(root, steps, plan, draws)
+    tree = session.draft(request)
+    output = session.run(tree, steps)
+    verdict = Exact().verify(tree, output.logits, draws)
+    history, policy = History(layout), Adjacency()
+    stream = Stream(Transformer(Arch(512, 10, 8, 1408, 16, Rope.one_axis(64), outputs=range(16))), 2, 1280)
+    path = verdict.path[:, : int(verdict.length) + 1].repeat(2, 1)
+    counts = (verdict.length + 1).repeat(2)
+
+    def commit() -> None:
+        stream.keep(path, counts * 0, (0, 0))
+
+    parts = {
+        "plan": median_ms(lambda: policy.plan(history, 100), repeats),
+        "noise": median_ms(lambda: sampler.draws(steps, depth + 1), repeats),
+        "grow": median_ms(lambda: session.draft(request), repeats),
+        "verify": median_ms(lambda: Exact().verify(tree, output.logits, draws), repeats),
+        "commit": median_ms(commit, repeats),
+    }
+    fixed = Fixed(nodes, depth, width)
+    history = History(layout)
+    began = time.thread_time()
+    for _ in decode(tables, tables, fixed, Exact(), [Prompt((0,))], sampler, histories=[history]):
+        pass
+    loop = (time.thread_time() - began) / history.passes * 1e3
+    return {**parts, "loop": loop + parts["commit"], "tokens per pass": history.tokens_per_pass}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--codes", type=int, default=8192)
+    parser.add_argument("--depth", type=int, default=5)
+    parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print one object")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with torch.no_grad():
+        result = measure(options.nodes, options.codes, options.depth, options.width, options.repeats)
+    if options.json:
+        print(json.dumps({"milliseconds": result, "options": vars(options), "torch": torch.__version__}))
+        return
+    print(
+        f"{options.nodes} nodes, {options.codes} codes, depth {options.depth}, width {options.width}, batch 1, float32"
+    )
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {platform.machine()}")
+    for name, value in result.items():
+        print(f"{name:16} {value:7.3f}" + (" ms" if name != "tokens per pass" else ""))
+
+
+if __name__ == "__main__":
+    main()

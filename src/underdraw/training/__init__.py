@@ -1,0 +1,1 @@
+"""Training of the tiny family (data, image tokenizer, model, drafter) and of drafters for any family."""

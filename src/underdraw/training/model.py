@@ -1,0 +1,346 @@
+"""Trains the tiny family's text-to-image decoder: `python -m underdraw.training.model --pack P --tokenizer T --out DIR`.
+
+Pictures are composed and encoded on the fly; captions stand before the codes as a prefix of fixed length and are
+dropped now and then, so that guidance has an unconditional model to push away from. Matrices inside the blocks are
+trained with Muon, the rest with AdamW. The rate is constant until the last part of the budget and then falls. The
+output folder is the checkpoint: the same command goes on from it, with fresh moments behind a short warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from underdraw.drafters.forced import Forced
+from underdraw.engine.decode import decode
+from underdraw.history import History
+from underdraw.layout import Layout
+from underdraw.nn.rope import Rope
+from underdraw.nn.session import DecoderTarget
+from underdraw.nn.storage import load_weights, save_weights
+from underdraw.nn.text import TextTokenizer
+from underdraw.nn.transformer import Arch, Transformer, causal
+from underdraw.nn.vq import VQTokenizer
+from underdraw.policies.fixed import NoTree
+from underdraw.protocols import Prompt
+from underdraw.sampling import Sampler
+from underdraw.training.compose import Composer, Painter, Recipe, Scenes
+from underdraw.training.data import Pack
+from underdraw.training.sheet import contact_sheet
+from underdraw.training.text import caption_texts, learn
+from underdraw.training.tokenizer import load_tokenizer
+from underdraw.verifiers.exact import Exact
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraining:
+    """Options of one run. `seconds` counts training, not loading, compiling or drawing samples."""
+
+    seconds: float = 1000.0
+    batch: int = 256
+    learning_rate: float = 1.5e-3
+    warmup: int = 200
+    decay: float = 0.25  # last share of the budget, in which the rate falls
+    ema: float = 0.9985
+    weight_decay: float = 0.05
+    caption_dropout: float = 0.1
+    report_every: float = 20.0
+    save_every: float = 240.0
+    evaluated: int = 256  # pictures of each split
+    seed: int = 0
+
+
+def tiny_arch(text_size: int, codes: int, *, dim: int = 512, layers: int = 8) -> Arch:
+    """The decoder of the tiny family: text tokens first in the vocabulary, image codes after them."""
+    heads = dim // 64
+    return Arch(
+        dim, layers, heads, int(dim * 2.75), text_size + codes, Rope((8, 12, 12)),
+        kv_heads=max(1, heads // 2), qk_norm="rms", outputs=range(text_size, text_size + codes),
+    )  # fmt: skip
+
+
+def initialise(net: Transformer, seed: int) -> None:
+    """Normal weights, with the matrices that write into the residual stream scaled down by depth."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if parameter.ndim < 2 or "_norm" in name:
+                continue
+            scale = 0.02 / math.sqrt(2 * net.arch.layers) if name.endswith(("out.weight", "down.weight")) else 0.02
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+class Scorer(nn.Module):
+    """Loss of whole pictures given captions: the decoder under a causal mask."""
+
+    def __init__(self, net: Transformer, layout: Layout, prefix: int) -> None:
+        super().__init__()
+        self.net, self.prefix = net, prefix
+        steps = torch.arange(layout.cells - 1)[None]
+        rope = net.arch.rope
+        raster = rope.raster(layout, steps, torch.tensor([prefix]))
+        table = torch.cat([rope.prompt(prefix, torch.device("cpu"))[None], raster], dim=1)
+        self.register_buffer("rotation", table, persistent=False)
+
+    def forward(self, text: Tensor, codes: Tensor) -> Tensor:
+        """text (B, P) ids, codes (B, cells) -> cross-entropy of every code (B, cells)."""
+        outputs = self.net.arch.outputs
+        assert outputs is not None and isinstance(self.rotation, Tensor)
+        tokens = torch.cat([text, codes[:, :-1] + outputs.start], dim=1)
+        x = self.net.embed(tokens)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        features = self.net(x, self.rotation.expand(len(x), -1, -1, -1), causal)[:, self.prefix - 1 :]
+        logits = self.net.logits(features)
+        return F.cross_entropy(logits.flatten(0, 1), codes.flatten(), reduction="none").view_as(codes)
+
+
+class Feeder:
+    """Draws scenes and encodes their captions in a thread of its own."""
+
+    def __init__(self, composer: Composer, text: TextTokenizer, batch: int, dropout: float, seed: int) -> None:
+        self._queue: queue.Queue[tuple[Scenes, Tensor]] = queue.Queue(16)
+        self._arguments = (composer, text, batch, dropout, np.random.default_rng(seed))
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        composer, text, batch, dropout, rng = self._arguments
+        while True:
+            scenes = composer.draw(batch, rng)
+            captions = composer.captions(scenes)
+            captions = [
+                "" if drop else caption for caption, drop in zip(captions, rng.random(batch) < dropout, strict=True)
+            ]
+            self._queue.put((scenes, torch.tensor(text.encode_batch(captions))))
+
+    def get(self) -> tuple[Scenes, Tensor]:
+        return self._queue.get()
+
+
+class Trainer:
+    """One run: the decoder, its average, two optimisers and the loop."""
+
+    def __init__(
+        self, net: Transformer, layout: Layout, text: TextTokenizer, tokenizer: VQTokenizer, painter: Painter,
+        composer: Composer, options: ModelTraining,
+    ) -> None:  # fmt: skip
+        self.options, self.layout, self.text, self.painter, self.composer = options, layout, text, painter, composer
+        self.device = painter.device
+        self.net = net.to(self.device).train()
+        self.average = copy.deepcopy(net).eval().requires_grad_(False)
+        self.tokenizer = tokenizer.to(self.device).eval().requires_grad_(False)
+        cuda = self.device.type == "cuda"
+        scorer = Scorer(self.net, layout, text.max_length).to(self.device)
+        self._loss = torch.compile(scorer) if cuda else scorer
+        self._encode = torch.compile(self.tokenizer.encode) if cuda else self.tokenizer.encode
+        matrices = [p for n, p in self.net.blocks.named_parameters() if p.ndim == 2 and "_norm" not in n]
+        inside = {id(p) for p in matrices}
+        others = [p for p in self.net.parameters() if id(p) not in inside]
+        decay = options.weight_decay
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=1.0, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda),
+        ]
+        self._feeder = Feeder(composer, text, options.batch, options.caption_dropout, options.seed)
+        self.steps = 0
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def rate(self, share: float) -> float:
+        """Learning rate when `share` of the budget is spent."""
+        fall = min(1.0, (1 - share) / self.options.decay)
+        return self.options.learning_rate * max(0.01, fall) * min(1.0, (self.steps + 1) / self.options.warmup)
+
+    def step(self, share: float) -> Tensor:
+        """One batch; the mean loss, still on the device."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate(share)
+        scenes, text = self._feeder.get()
+        with torch.no_grad(), self.autocast():
+            codes = self._encode(self.painter.paint(scenes)).flatten(1)
+        with self.autocast():
+            loss = self._loss(text.to(self.device, non_blocking=True), codes).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        keep = min(self.options.ema, self.steps / (self.steps + 10))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1 - keep)
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, composer: Composer, count: int, rivals: int = 8) -> dict[str, float]:
+        """Loss with and without captions, and how often the true caption beats `rivals` - 1 others."""
+        scenes = composer.draw(count, np.random.default_rng(1))
+        captions = composer.captions(scenes)
+        scorer = Scorer(self.average, self.layout, self.text.max_length).to(self.device)
+        codes = []
+        with self.autocast():
+            for start in range(0, count, 64):
+                part = Scenes(*(getattr(scenes, f.name)[start : start + 64] for f in dataclasses.fields(Scenes)))
+                codes.append(self.tokenizer.encode(self.painter.paint(part)).flatten(1))
+            everything = torch.cat(codes)
+
+            def losses(texts: Sequence[str]) -> Tensor:
+                ids = torch.tensor(self.text.encode_batch(texts), device=self.device)
+                parts = [scorer(ids[i : i + 64], everything[i : i + 64]).mean(1) for i in range(0, count, 64)]
+                return torch.cat(parts).float()
+
+            true, empty = losses(captions), losses([""] * count)
+            others = [losses(captions[shift:] + captions[:shift]) for shift in range(1, rivals)]
+        won = (true < torch.stack(others)).all(0).float().mean()
+        return {"loss": true.mean().item(), "unconditional": empty.mean().item(), "caption": won.item()}
+
+    @torch.no_grad()
+    def draw(self, prompts: Sequence[str], path: Path, *, guidance: float, top_k: int) -> None:
+        """A contact sheet of the averaged model's pictures, decoded by the engine itself."""
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        target = DecoderTarget(copy.deepcopy(self.average).to(dtype), image_offset=self.text.max_length)
+        empty = tuple(self.text.encode_batch([""])[0])
+        rows = [Prompt(tuple(ids), empty) for ids in self.text.encode_batch(prompts)]
+        sampler = Sampler(self.layout, range(len(rows)), top_k=top_k, device=self.device)
+        histories = [History(self.layout) for _ in rows]
+        for _ in decode(target, Forced(), NoTree(), Exact(), rows, sampler, guidance=guidance, histories=histories):
+            pass
+        tokens = torch.from_numpy(np.stack([history.tokens for history in histories]))
+        codes = self.layout.grid(tokens).to(self.device)
+        with self.autocast():
+            pixels = torch.cat([self.tokenizer.decode(part).float() for part in codes.split(16)])
+        contact_sheet(pixels, path, captions=prompts)
+
+
+def about(net: Transformer, layout: Layout, text: TextTokenizer, progress: dict[str, Any]) -> dict[str, Any]:
+    """What the weights' file says of itself."""
+    size = {"dim": net.arch.dim, "layers": net.arch.layers, "text": text.size, "codes": len(layout.codes)}
+    return {"kind": "underdraw-tiny", "arch": size, "grid": [layout.height, layout.width], "progress": progress}
+
+
+def train(trainer: Trainer, out: Path, done: dict[str, Any], held_out: Composer, prompts: Sequence[str]) -> None:
+    """Run the budget out, saving, measuring and drawing now and then."""
+    options, before = trainer.options, dict(done)
+    trainer.step(0.0).item()  # compiles, so it is not on the clock
+    spent, began, reported, saved, counted = 0.0, time.perf_counter(), 0.0, 0.0, trainer.steps
+
+    def save(final: bool) -> None:
+        progress = {"steps": before.get("steps", 0) + trainer.steps, "seconds": before.get("seconds", 0) + round(spent)}
+        save_weights(
+            out, trainer.average.state_dict(), about(trainer.net, trainer.layout, trainer.text, progress), "int8"
+        )
+        seen = trainer.evaluate(trainer.composer, options.evaluated)
+        unseen = trainer.evaluate(held_out, options.evaluated)
+        log.info("%5.0f s  training subjects %s  held-out subjects %s", spent, _short(seen), _short(unseen))
+        settings = [(3.0, 256)] if not final else [(3.0, 256), (2.0, 0), (4.0, 512)]
+        for guidance, top_k in settings:
+            trainer.draw(prompts, out / f"sheet-g{guidance:g}-k{top_k}.png", guidance=guidance, top_k=top_k)
+
+    while spent < options.seconds:
+        loss = trainer.step(spent / options.seconds)
+        spent = time.perf_counter() - began
+        if spent - reported >= options.report_every:
+            value = loss.item()
+            spent = time.perf_counter() - began
+            speed = (trainer.steps - counted) * options.batch / (spent - reported)
+            log.info("%5.0f s  step %d  %.0f images/s  loss %.4f", spent, trainer.steps, speed, value)
+            reported, counted = spent, trainer.steps
+        if spent - saved >= options.save_every and options.seconds - spent > 60:
+            save(False)
+            saved = spent
+            began = time.perf_counter() - spent  # what was drawn is not on the clock
+    save(True)
+
+
+def _short(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = ModelTraining()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pack", type=Path, required=True, help="training pack")
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="image tokenizer that underdraw.training.tokenizer wrote"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder; continued if it holds weights")
+    parser.add_argument("--prompts", type=Path, help="text file, one prompt a line, for the contact sheets")
+    parser.add_argument("--seconds", type=float, default=defaults.seconds)
+    parser.add_argument("--batch", type=int, default=defaults.batch)
+    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    parser.add_argument("--save-every", type=float, default=defaults.save_every)
+    parser.add_argument("--report-every", type=float, default=defaults.report_every)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--smoke", action="store_true", help="a small model on a small part of the pack")
+    return parser
+
+
+def main() -> None:
+    """Command line of the model's training."""
+    options = _parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
+    pack = Pack(options.pack).thinned(25 if options.smoke else 1)
+    tokenizer, _ = load_tokenizer(options.tokenizer)
+    options.out.mkdir(parents=True, exist_ok=True)
+    vocabulary = options.out / "text.json"
+    if not vocabulary.exists():
+        learn(caption_texts(pack)).save(vocabulary)
+    text = TextTokenizer.load(vocabulary)
+    side = pack.px // tokenizer.downsample
+    layout = Layout(side, side, range(text.size, text.size + tokenizer.arch.codes))
+    arch = tiny_arch(text.size, tokenizer.arch.codes, **({"dim": 128, "layers": 2} if options.smoke else {}))
+    net, progress = Transformer(arch), {}
+    initialise(net, options.seed)
+    if (options.out / "model-0.safetensors").exists():
+        state, known = load_weights(options.out)
+        net.load_state_dict(state)
+        progress = known["progress"]
+        log.info("continuing %s: %s", options.out, json.dumps(progress))
+    log.info(
+        "%.1f M parameters, %d text tokens, %d x %d codes",
+        sum(p.numel() for p in net.parameters()) / 1e6,
+        text.size,
+        side,
+        side,
+    )
+    painter = Painter(pack, options.device, cell=tokenizer.downsample)
+    settings = ModelTraining(
+        seconds=options.seconds, batch=options.batch, learning_rate=options.learning_rate,
+        save_every=options.save_every, report_every=options.report_every, seed=options.seed,
+        evaluated=4 if options.smoke else ModelTraining().evaluated,
+    )  # fmt: skip
+    composer, held_out = (Composer(pack, split, Recipe(), tokenizer.downsample) for split in ("train", "held-out"))
+    prompts = (
+        options.prompts.read_text().splitlines()
+        if options.prompts
+        else held_out.captions(held_out.draw(16, np.random.default_rng(2)))
+    )
+    trainer = Trainer(net, layout, text, tokenizer, painter, composer, settings)
+    train(trainer, options.out, progress, held_out, prompts[: 4 if options.smoke else 64])
+
+
+if __name__ == "__main__":
+    main()

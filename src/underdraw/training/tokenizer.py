@@ -1,0 +1,327 @@
+"""Trains the tiny family's image tokenizer: `python -m underdraw.training.tokenizer --pack P --lpips L --out F`.
+
+L1 + L2 + LPIPS on composed pictures, AdamW with a cosine over a budget of seconds, an exponential moving average of the
+weights, which is what is written. The output file is also the checkpoint: run the same command again after an
+interruption and it goes on from the last one, with fresh optimiser moments behind a short warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import logging
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from underdraw.errors import CheckpointError, UnderdrawError
+from underdraw.nn.vq import TokenizerArch, VQTokenizer
+from underdraw.training.compose import COLOURS, Composer, Painter, Recipe, Scenes
+from underdraw.training.data import Pack
+from underdraw.training.losses import LPIPS
+from underdraw.training.sheet import contact_sheet
+
+log = logging.getLogger(__name__)
+
+KIND = "underdraw-tokenizer"
+SMOKE_ARCH = TokenizerArch(
+    encoder_widths=(16, 32, 32, 48),
+    encoder_blocks=(0, 1, 1, 1),
+    decoder_widths=(48, 32, 32, 16),
+    decoder_blocks=(1,) * 4,
+)
+# Flips cost nothing here, and size and place may vary more than a model of the codes would like.
+RECIPE = Recipe(flip=0.5, small=0.35, pair=0.18, style_weights={})
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerTraining:
+    """Options of one run. `seconds` counts training and evaluation, not loading and compiling."""
+
+    seconds: float = 240.0
+    batch: int = 64
+    learning_rate: float = 4e-4
+    warmup: int = 100
+    ema: float = 0.998
+    weight_decay: float = 1e-4
+    l2_weight: float = 0.5
+    lpips_weight: float = 1.0
+    held_out: int = 256
+    report_every: float = 15.0
+    evaluate_every: float = 60.0
+    compile: Literal["auto", "on", "off"] = "auto"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come; kept in its checkpoint."""
+
+    step: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What a tokenizer is worth, on held-out pictures."""
+
+    psnr: float  # dB, mean over pictures
+    l1: float
+    lpips: float
+    codes_used: int
+    perplexity: float
+    kept: float  # share of cells inside a sprite whose code stays when the background changes
+
+    def __str__(self) -> str:
+        return (
+            f"held-out PSNR {self.psnr:.2f} dB, L1 {self.l1:.4f}, LPIPS {self.lpips:.4f}, "
+            f"{self.codes_used} codes used, perplexity {self.perplexity:.0f}, codes kept {self.kept:.3f}"
+        )
+
+
+def save_tokenizer(path: str | Path, model: VQTokenizer, progress: Progress) -> None:
+    """Weights in bf16 with their architecture, written so that a kill leaves the old file or the new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.state_dict().items()
+    }
+    arch, position = (json.dumps(dataclasses.asdict(item)) for item in (model.arch, progress))
+    part = path.with_suffix(f".part{os.getpid()}")
+    save_file(tensors, part, metadata={"kind": KIND, "arch": arch, "progress": position})
+    part.replace(path)
+
+
+def load_tokenizer(path: str | Path, device: torch.device | str = "cpu") -> tuple[VQTokenizer, Progress]:
+    """A tokenizer in fp32 and how long it was trained."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("kind") != KIND:
+                raise CheckpointError(f"{path} holds no image tokenizer (kind {metadata.get('kind')!r}, not {KIND!r})")
+            weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (FileNotFoundError, SafetensorError) as error:
+        raise CheckpointError(f"no image tokenizer could be read from {path} ({error})") from error
+    model = VQTokenizer(TokenizerArch(**json.loads(metadata["arch"])))
+    model.load_state_dict(weights)
+    return model.to(device), Progress(**json.loads(metadata["progress"]))
+
+
+class Evaluator:
+    """Measures a tokenizer on a fixed set of pictures of subjects no training picture shows."""
+
+    def __init__(self, pack: Pack, painter: Painter, lpips: LPIPS | None, count: int) -> None:
+        composer = Composer(pack, "held-out", dataclasses.replace(RECIPE, flip=0.0), painter.sizes.cell)
+        rng = np.random.default_rng(1)
+        self.scenes = composer.draw(count, rng)
+        self.painter, self.lpips = painter, lpips
+        plain = dataclasses.replace(composer.recipe, photo=0, landscape=0, pair=0, small=0, scenery=0)
+        self._twins = self._on_two_backgrounds(Composer(pack, "held-out", plain).draw(min(count, 64), rng), rng)
+
+    def _on_two_backgrounds(self, scenes: Scenes, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        colours = rng.permuted(np.tile(np.arange(len(COLOURS)), (len(scenes), 1)), axis=1)[:, :2]
+        first, second = (
+            self.painter.paint(dataclasses.replace(scenes, top=colours[:, side], bottom=colours[:, side]))
+            for side in (0, 1)
+        )
+        return first, second
+
+    @torch.no_grad()
+    def measure(self, model: VQTokenizer, sheet: Path | None = None) -> Quality:
+        """Quality of a model, and a contact sheet with originals above reconstructions if asked for."""
+        device = self.painter.device
+        psnr, l1, lpips, codes, shown = [], [], [], [], []
+        for start in range(0, len(self.scenes), 32):
+            part = Scenes(*(getattr(self.scenes, f.name)[start : start + 32] for f in dataclasses.fields(Scenes)))
+            pixels = self.painter.paint(part)
+            with _autocast(device):
+                made = model(pixels)
+                out = made.pixels.float().clamp(-1, 1)
+                if self.lpips is not None:
+                    lpips.append(self.lpips(out, pixels).item() * len(pixels))
+            psnr.append(-10 * torch.log10((out - pixels).square().mean((1, 2, 3)) / 4))
+            l1.append((out - pixels).abs().mean((1, 2, 3)))
+            codes.append(made.codes.flatten())
+            if start == 0 and sheet is not None:
+                shown = [half for eight in zip(pixels.split(8), out.split(8), strict=True) for half in eight]
+        if sheet is not None:
+            contact_sheet(torch.cat(shown), sheet, columns=8)
+        usage = torch.bincount(torch.cat(codes), minlength=model.arch.codes).double()
+        usage = usage / usage.sum()
+        return Quality(
+            psnr=torch.cat(psnr).mean().item(),
+            l1=torch.cat(l1).mean().item(),
+            lpips=sum(lpips) / len(self.scenes) if lpips else math.nan,
+            codes_used=int((usage > 0).sum()),
+            perplexity=math.exp(torch.special.entr(usage).sum().item()),
+            kept=self._kept(model),
+        )
+
+    def _kept(self, model: VQTokenizer) -> float:
+        """A cell that looks the same on two backgrounds is covered by the sprite; does it also keep its code?"""
+        first, second = self._twins
+        same = (first == second).all(1)  # (B, H, W)
+        covered = -nn.functional.max_pool2d(-same.float()[:, None], model.downsample)[:, 0] > 0.5  # (B, H/f, W/f)
+        with _autocast(self.painter.device):
+            agree = model.encode(first) == model.encode(second)
+        return (agree & covered).sum().item() / max(1, covered.sum().item())
+
+
+def _autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+class Trainer:
+    """One run: a model, its average, and the loop."""
+
+    def __init__(
+        self, model: VQTokenizer, composer: Composer, painter: Painter, lpips: LPIPS | None, options: TokenizerTraining
+    ) -> None:
+        self.options, self.composer, self.painter = options, composer, painter
+        self.device = painter.device
+        self.model = model.to(self.device).train()
+        self.average = copy.deepcopy(model).eval().requires_grad_(False)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), options.learning_rate, (0.9, 0.99), weight_decay=options.weight_decay,
+            fused=self.device.type == "cuda",
+        )  # fmt: skip
+        compiled = options.compile == "on" or (options.compile == "auto" and self.device.type == "cuda")
+        self._reconstruct = torch.compile(self.model) if compiled else self.model
+        self._lpips = torch.compile(lpips) if compiled and lpips is not None else lpips
+        self._rng = np.random.default_rng(options.seed)
+        self.steps = 0  # of this run, for the warm-up
+
+    def rate(self, share: float) -> float:
+        """Learning rate when `share` of the budget is spent."""
+        cosine = max(0.02, 0.5 + 0.5 * math.cos(math.pi * min(1.0, share)))
+        return self.options.learning_rate * cosine * min(1.0, (self.steps + 1) / self.options.warmup)
+
+    def step(self, share: float) -> dict[str, Tensor]:
+        """One batch; returns losses that are still on the device."""
+        options = self.options
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(share)
+        with torch.no_grad():
+            pixels = self.painter.paint(self.composer.draw(options.batch, self._rng))
+        with _autocast(self.device):
+            made = self._reconstruct(pixels).pixels.float()
+            lpips = self._lpips(made, pixels) if self._lpips is not None else made.new_zeros(())
+        difference = made - pixels
+        l1, l2 = difference.abs().mean(), difference.square().mean()
+        loss = l1 + options.l2_weight * l2 + options.lpips_weight * lpips
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.steps += 1
+        decay = min(options.ema, self.steps / (self.steps + 10))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - decay)
+        return {"loss": loss.detach(), "l1": l1.detach(), "lpips": lpips.detach()}
+
+
+def train(trainer: Trainer, evaluator: Evaluator, out: Path, progress: Progress) -> Quality:
+    """Run the budget out from where `progress` stands; returns the quality of the averaged weights."""
+    options = trainer.options
+    done = progress.seconds
+    if done < options.seconds:
+        begin = time.perf_counter()
+        trainer.step(done / options.seconds)["loss"].item()  # compiles, so it is not on the clock
+        log.info("first step after %.1f s", time.perf_counter() - begin)
+    start = time.perf_counter() - done
+    reported, evaluated, reported_step = done, done, trainer.steps
+    while (now := time.perf_counter() - start) < options.seconds:
+        losses = trainer.step(now / options.seconds)
+        if now - reported >= options.report_every:
+            values = {name: value.item() for name, value in losses.items()}
+            speed = (trainer.steps - reported_step) * options.batch / (time.perf_counter() - start - reported)
+            text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+            log.info("%6.0f s  step %d  %.0f images/s  %s", now, progress.step + trainer.steps, speed, text)
+            if not math.isfinite(values["loss"]):
+                raise UnderdrawError(
+                    f"the loss is {values['loss']}; start again from {out} with a lower --learning-rate"
+                )
+            reported, reported_step = time.perf_counter() - start, trainer.steps
+        if now - evaluated >= options.evaluate_every:
+            save_tokenizer(out, trainer.average, Progress(progress.step + trainer.steps, now))
+            log.info("%6.0f s  %s", now, evaluator.measure(trainer.average))
+            reported = evaluated = time.perf_counter() - start
+            reported_step = trainer.steps
+    save_tokenizer(out, trainer.average, Progress(progress.step + trainer.steps, max(done, options.seconds)))
+    quality = evaluator.measure(trainer.average, out.with_suffix(".png"))
+    log.info("%6.0f s  final  %s", time.perf_counter() - start, quality)
+    return quality
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = TokenizerTraining()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pack", type=Path, required=True, help="training pack")
+    parser.add_argument(
+        "--lpips", type=Path, help="LPIPS weights of underdraw.training.losses; without them pictures come out soft"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="safetensors file; continued if it exists")
+    parser.add_argument("--init", type=Path, help="start from these weights instead of random ones")
+    parser.add_argument("--seconds", type=float, default=defaults.seconds)
+    parser.add_argument("--batch", type=int, default=defaults.batch)
+    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    parser.add_argument("--compile", choices=("auto", "on", "off"), default=defaults.compile)
+    parser.add_argument("--encoder-norm", choices=("cell", "group"), default="cell")
+    parser.add_argument("--evaluate-every", type=float, default=defaults.evaluate_every, help="seconds; also saves")
+    parser.add_argument("--report-every", type=float, default=defaults.report_every, help="seconds")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--smoke", action="store_true", help="a small model on a small part of the pack")
+    return parser
+
+
+def main() -> None:
+    """Command line of the tokenizer's training."""
+    options = _parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    settings = TokenizerTraining(
+        seconds=options.seconds,
+        batch=options.batch,
+        learning_rate=options.learning_rate,
+        held_out=16 if options.smoke else TokenizerTraining().held_out,
+        report_every=options.report_every,
+        evaluate_every=options.evaluate_every,
+        compile=options.compile,
+        seed=options.seed,
+    )
+    arch = dataclasses.replace(SMOKE_ARCH if options.smoke else TokenizerArch(), encoder_norm=options.encoder_norm)
+    progress = Progress()
+    with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU, the same for every device
+        torch.manual_seed(options.seed)
+        model = VQTokenizer(arch)
+    if options.out.exists():
+        model, progress = load_tokenizer(options.out)
+        log.info("continuing %s at step %d, %.0f s", options.out, progress.step, progress.seconds)
+    elif options.init:
+        model, _ = load_tokenizer(options.init)
+    sides = [sum(p.numel() for p in side.parameters()) / 1e6 for side in (model.encoder, model.decoder)]
+    log.info("encoder %.1f M, decoder %.1f M parameters", *sides)
+    pack = Pack(options.pack).thinned(25 if options.smoke else 1)
+    painter = Painter(pack, options.device, cell=model.downsample)
+    log.info("%d pictures on %s", len(pack), options.device)
+    lpips = LPIPS(options.lpips).to(options.device) if options.lpips else None
+    evaluator = Evaluator(pack, painter, lpips, settings.held_out)
+    trainer = Trainer(model, Composer(pack, "train", RECIPE, model.downsample), painter, lpips, settings)
+    train(trainer, evaluator, options.out, progress)
+
+
+if __name__ == "__main__":
+    main()

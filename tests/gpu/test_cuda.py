@@ -1,0 +1,33 @@
+"""The core on a CUDA device: same noise as on the CPU, speculative equals plain in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import toy
+
+from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.model import Model
+from underdraw.drafters.neighbour import Neighbour
+from underdraw.registry import policies
+from underdraw.sampling import gumbel
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_noise_is_the_same_on_every_device() -> None:
+    seeds, steps = torch.tensor([0, 7, 2**61]), torch.arange(40).expand(3, 40)
+    here, there = gumbel(seeds, steps, 8192), gumbel(seeds.cuda(), steps.cuda(), 8192).cpu()
+    assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("seeds", [(1,), (1, 2, 3, 4)], ids=["one", "four"])
+@pytest.mark.parametrize("policy", ["chain", "static", "confidence", "adjacency:init=both"])
+def test_speculative_equals_plain(layout: object, temperature: float, seeds: tuple[int, ...], policy: str) -> None:
+    of = toy.target(device="cuda")
+    settings = {"layout": layout, "temperature": temperature, "seeds": seeds, "guidance": 2.0}
+    expected = toy.plain(of, **settings)
+    for drafter in (toy.eagle(of, above=True), toy.block(of), Model(of), Jacobi(), Neighbour()):
+        assert torch.equal(toy.run(of, drafter, policies.build(policy), **settings)[0], expected)  # type: ignore[arg-type]

@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # the models are too small to share
     facts, rows = table(options.images)
     if options.json:
         print(json.dumps({"models": facts, "images": options.images, "rows": rows, "torch": torch.__version__}))

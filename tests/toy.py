@@ -47,11 +47,17 @@ def randomise(module: torch.nn.Module, seed: int, head: float = 1.0) -> None:
             )
 
 
-def target(seed: int = 0, architecture: Arch | None = None, head: float = 1.6, device: str = "cpu") -> DecoderTarget:
+def target(
+    seed: int = 0,
+    architecture: Arch | None = None,
+    head: float = 1.6,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> DecoderTarget:
     net = Transformer(architecture or arch()).eval()
     randomise(net, seed, head)
     input_major(net)
-    return DecoderTarget(net.to(device))
+    return DecoderTarget(net.to(device, dtype))
 
 
 def eagle(of: DecoderTarget, seed: int = 1, *, above: bool = False, layers: int = 1) -> Eagle:
@@ -112,6 +118,7 @@ def run(
     top_k: int = 0,
     top_p: float = 1.0,
     first: int = 0,
+    rows: Sequence[Prompt] | None = None,
 ) -> tuple[Tensor, list[History], list[Step]]:
     """Tokens (B, steps), histories and steps of one decode; `first` is the prompt that seeds[0] goes with."""
     device = of.net.head.weight.device
@@ -123,7 +130,7 @@ def run(
             drafter,
             policy,
             verifier or Exact(),
-            prompts(first + len(seeds))[first:],
+            rows or prompts(first + len(seeds))[first:],
             sampler,
             guidance=guidance,
             proposal=proposal,

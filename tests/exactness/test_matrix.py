@@ -118,10 +118,11 @@ ALL = [Case(*values) for values in itertools.product(*FACTORS)]
 
 
 def covering() -> list[Case]:
-    """Every policy with every drafter at every temperature; the other factors are dealt out."""
-    others = list(itertools.product(range(len(FILTERS)), SEEDS, GUIDANCES, LAYOUTS))
+    """Every policy with every drafter, twice; the other factors are dealt out."""
+    others = list(itertools.product(TEMPERATURES, range(len(FILTERS)), SEEDS, GUIDANCES, LAYOUTS))
     deal = random.Random(0)
-    return [Case(*main, *deal.choice(others)) for main in itertools.product(POLICIES, DRAFTERS, TEMPERATURES)]
+    pairs = [pair for pair in itertools.product(POLICIES, DRAFTERS) for _ in range(2)]
+    return [Case(*pair, *deal.choice(others)) for pair in pairs]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,163 @@
+"""Why the matrix holds: on a CPU a node's bits do not depend on how many others are computed beside it.
+
+Invariant 4 is here too: after a commit the cache is contiguous and equals a fresh prefill of the committed tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import toy
+
+from underdraw.drafters.model import Model
+from underdraw.layout import Layout
+from underdraw.nn.linear import Linear, input_major
+from underdraw.nn.rope import Rope
+from underdraw.nn.session import DecoderSession, DecoderTarget
+from underdraw.nn.stream import Stream
+from underdraw.nn.transformer import Arch, Transformer
+from underdraw.policies.adjacency import Adjacency
+from underdraw.policies.confidence import Confidence
+from underdraw.protocols import Prompt
+from underdraw.registry import policies
+from underdraw.tree import ancestry
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 128), (512, 1536), (512, 4096), (1408, 512), (2000, 300)])
+def test_a_row_of_a_product_does_not_depend_on_the_other_rows(inputs: int, outputs: int) -> None:
+    layer = Linear(inputs, outputs, bias=True).requires_grad_(False)
+    input_major(layer)
+    x = torch.randn(200, inputs, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        everything = layer(x)
+        assert torch.allclose(everything, torch.nn.functional.linear(x, layer.weight, layer.bias), atol=1e-4)
+        for count in (1, 2, 3, 7, 16, 33, 64, 128):
+            assert torch.equal(layer(x[:count]), everything[:count]), count
+            assert torch.equal(layer(x[-count:]), everything[-count:]), count
+
+
+ARCHES = {
+    "plain": toy.arch(),
+    "grouped": toy.arch(kv_heads=2),
+    "layer-qk-norm": toy.arch(qk_norm="layer", qk_norm_heads="per_head"),
+    "rms-qk-norm": toy.arch(qk_norm="rms"),
+    "post-norm": toy.arch(norm="post"),
+    "two-axes-interleaved-zero-prefix": toy.arch(rope=Rope((0, 2, 2), pairing="interleaved", prefix="zero")),
+    "three-axes": toy.arch(rope=Rope((2, 1, 1))),
+}
+
+
+@pytest.mark.parametrize("name", ARCHES)
+def test_every_architecture_is_exact(name: str) -> None:
+    """The settings of the one decoder, against plain decoding of the same weights."""
+    of = toy.target(4, ARCHES[name])
+    settings: dict[str, Any] = {"layout": toy.ROW_ENDS, "seeds": (1, 2), "guidance": 2.0}
+    expected = toy.plain(of, **settings)
+    for drafter in (Model(of), toy.eagle(of, above=True)):
+        assert torch.equal(toy.run(of, drafter, Confidence(depth=4, top_k=4, nodes=30), **settings)[0], expected)
+
+
+def test_long_images_cross_blocks_of_keys() -> None:
+    """Sums over more than one block of keys, trees that straddle a border, and a prompt of its own length."""
+    layout = Layout(20, 20, toy.CODES)
+    of = toy.target(5)
+    settings: dict[str, Any] = {"layout": layout, "seeds": (3, 4), "guidance": 3.0}
+    expected = toy.plain(of, **settings)
+    tokens, histories, _ = toy.run(of, Model(of), Adjacency(nodes=64), **settings)
+    assert torch.equal(tokens, expected)
+    assert histories[0].tokens_per_pass > 5, "long paths are what this is about"
+
+
+def test_text_features_as_prefix() -> None:
+    """A prompt of features through a projection, of a different length in every row."""
+    projection = torch.nn.Linear(12, 32).requires_grad_(False)
+    of = DecoderTarget(toy.target(6).net, projection=projection)
+    generator = torch.Generator().manual_seed(1)
+    rows = [Prompt(torch.randn(n, 12, generator=generator), torch.zeros(2, 12)) for n in (3, 7)]
+    settings: dict[str, Any] = {"seeds": (5, 6), "guidance": 2.0, "rows": rows}
+    assert torch.equal(toy.run(of, toy.eagle(of), Confidence(nodes=20), **settings)[0], toy.plain(of, **settings))
+
+
+@pytest.mark.parametrize("policy", ["chain", "confidence", "static", "adjacency:init=both"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bf16_is_exact_too(policy: str, temperature: float) -> None:
+    of = toy.target(7, dtype=torch.bfloat16)
+    settings: dict[str, Any] = {"seeds": (1, 2), "guidance": 2.0, "temperature": temperature}
+    assert torch.equal(toy.run(of, Model(of), policies.build(policy), **settings)[0], toy.plain(of, **settings))
+
+
+def net() -> Transformer:
+    module = Transformer(Arch(32, 3, 4, 48, 40, Rope.one_axis(8), kv_heads=2, outputs=toy.CODES)).eval()
+    toy.randomise(module, 3)
+    input_major(module)
+    return module
+
+
+@torch.no_grad()
+def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill() -> None:
+    """Random trees and paths, two rows of different length: keys, values and lengths, bit for bit."""
+    module = net()
+    generator = torch.Generator().manual_seed(2)
+    layout = Layout(16, 16, toy.CODES)
+    for _ in range(20):
+        stream = Stream(module, 2, 400)
+        lengths = torch.randint(1, 260, (2,), generator=generator).tolist()
+        tokens = torch.randint(4, 36, (2, 300), generator=generator)
+
+        def rotation(start: int, count: int) -> torch.Tensor:
+            steps = (start + torch.arange(count)).expand(2, count)
+            return module.arch.rope.raster(layout, steps, torch.zeros(2, dtype=torch.int64))
+
+        longest = max(lengths)
+        stream.extend(module.embed(tokens[:, :longest]), rotation(0, longest), torch.tensor(lengths), lengths)
+        nodes = int(torch.randint(6, 60, (1,), generator=generator))
+        parents = [-1, *(int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes))]
+        path = [nodes - 1]
+        while path[0] > 0:
+            path.insert(0, parents[path[0]])
+        depths = torch.zeros(nodes, dtype=torch.int64)
+        for node in range(1, nodes):
+            depths[node] = depths[parents[node]] + 1
+        tree_tokens = torch.randint(4, 36, (2, nodes), generator=generator)
+        places = torch.tensor(lengths)[:, None] + depths
+        turned = module.arch.rope.raster(layout, places, torch.zeros(2, dtype=torch.int64))
+        above = ancestry(torch.tensor([parents]), nodes).expand(2, -1, -1)
+        stream.branch(module.embed(tree_tokens), turned, depths.expand(2, -1), above)
+        count = len(path)
+        stream.keep(torch.tensor([path, path]), torch.tensor([count, count]), [count, count])
+        for row, length in enumerate(lengths):
+            whole = torch.cat([tokens[row, :length], tree_tokens[row, path]])[None]
+            fresh = Stream(module, 1, 400)
+            steps = torch.arange(length + count)[None]
+            turned_fresh = module.arch.rope.raster(layout, steps, torch.zeros(1, dtype=torch.int64))
+            fresh.extend(module.embed(whole), turned_fresh, torch.tensor([length + count]), [length + count])
+            assert stream.known[row] == length + count == int(stream.length[row])
+            assert torch.equal(stream.keys[:, row, :, : length + count], fresh.keys[:, 0, :, : length + count])
+            assert torch.equal(stream.values[:, row, :, : length + count], fresh.values[:, 0, :, : length + count])
+
+
+@torch.no_grad()
+def test_the_decoder_equals_a_plain_one() -> None:
+    """Stream and attention against whole-sequence causal attention, which shares none of their code."""
+    from underdraw.nn.transformer import causal
+
+    module = net()
+    tokens = torch.randint(4, 36, (2, 50), generator=torch.Generator().manual_seed(3))
+    steps = torch.arange(50).expand(2, 50)
+    rotation = module.arch.rope.raster(Layout(16, 16, toy.CODES), steps, torch.zeros(2, dtype=torch.int64))
+    stream = Stream(module, 2, 64)
+    ours = stream.extend(module.embed(tokens), rotation, torch.tensor([50, 50]), [50, 50])
+    assert torch.allclose(ours, module(module.embed(tokens), rotation, causal), atol=1e-5)
+
+
+@torch.no_grad()
+def test_guidance() -> None:
+    """u + s (c - u); at 1 the unconditional row is not even there."""
+    of, prompts = toy.target(8), toy.prompts(1)
+    cond = DecoderSession(of, prompts, toy.PLAIN, 1.0).first.logits
+    uncond = DecoderSession(of, [Prompt(prompts[0].unconditional or ())], toy.PLAIN, 1.0).first.logits
+    guided = DecoderSession(of, prompts, toy.PLAIN, 3.0).first.logits
+    assert torch.allclose(guided, uncond + 3.0 * (cond - uncond), atol=1e-5)
+    assert DecoderSession(of, prompts, toy.PLAIN, 1.0).stream.length.shape == (1,)

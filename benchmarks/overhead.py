@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from underdraw.calibration import Calibration
 from underdraw.engine.decode import decode
 from underdraw.history import History
 from underdraw.layout import Layout
@@ -75,7 +76,7 @@ class TableSession:
         def expand(level: Level) -> Tensor:
             return self.tables.draft_logits[:, : level.tokens.shape[1]]
 
-        return grow(expand, request.root, request.plan, request.draws)
+        return grow(expand, request.root, request.plan, request.draws, calibration=Calibration())
 
     def commit(self, outcome: Outcome) -> None:
         pass

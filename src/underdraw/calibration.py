@@ -39,8 +39,10 @@ class Calibration:
         Where the layout is `forcing` tokens, a node with one possible child is not a guess.
         """
         count = scores.shape[-1]
-        biases = tuple(self.biases[min(rank, len(self.biases) - 1)] for rank in range(count))
-        weight = constant(biases, scores.dtype, scores.device) - (scores[..., :1] - scores) * self.slope
+        weight = (scores - scores[..., :1]) * self.slope
+        if any(self.biases):
+            biases = (self.biases + self.biases[-1:] * count)[:count]
+            weight = weight + constant(biases, scores.dtype, scores.device)
         total = weight.exp().sum(-1, keepdim=True)
         if forcing and count > 1:
             return weight - torch.log(torch.where(scores[..., 1:2].isinf(), total, total + self.miss))

@@ -23,7 +23,8 @@ from underdraw.layout import Layout
 
 Stream = Literal["target", "draft", "accept"]
 _STREAMS: dict[Stream, int] = {"target": 0, "draft": 1, "accept": 2}
-_STRIPES = 256  # that `best` divides a row into
+_HEIGHT = 32  # rows that `best` folds a row of scores into; a power of 2
+_CHUNK = 16  # nodes whose scores stay in a processor's cache
 # The additive constant and multipliers of the splitmix64 generator, as signed 64-bit integers.
 _GAMMA, _MULTIPLY_1, _MULTIPLY_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
@@ -166,6 +167,12 @@ class Draws:
         row = (depths - 1).clamp(0, reach - 1) + torch.arange(0, batch * reach, reach, device=depths.device)[:, None]
         return self.noise.view(-1, columns).index_select(0, row.flatten()).view_as(scaled).add_(scaled)
 
+    def choose(self, logits: Tensor, depths: Tensor) -> Tensor:
+        """The columns that the target chooses: argmax of `scores`, (B, N, K), (B, N) -> (B, N)."""
+        size = _CHUNK if logits.device.type == "cpu" else logits.shape[1]
+        parts = zip(logits.split(size, dim=1), depths.split(size, dim=1), strict=True)
+        return torch.cat([best(self.scores(*part), 1)[1] for part in parts], dim=1)[..., 0]
+
     def scaled(self, logits: Tensor, depths: Tensor) -> Tensor:
         """The same without noise: log-probabilities up to a constant. (B, N, K), (B, N) -> (B, N, columns)."""
         layout = self.sampler.layout
@@ -201,12 +208,11 @@ def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     The best lie in the `count` stripes with the highest maxima; only those are looked at closely.
     """
-    columns = scores.shape[-1]
-    if columns % _STRIPES or columns < 4 * _STRIPES or count > _STRIPES // 4:
+    stripes, rest = divmod(scores.shape[-1], _HEIGHT)
+    if rest or stripes < 4 * count:
         return scores.topk(count, dim=-1)
-    stripes = scores.unflatten(-1, (-1, _STRIPES))  # (..., columns / stripes, stripes)
-    height = stripes.shape[-2]
-    chosen = stripes.amax(-2).topk(count, dim=-1).indices  # (..., count)
-    close = stripes.gather(-1, chosen[..., None, :].expand(*chosen.shape[:-1], height, count)).flatten(-2)
-    values, place = close.topk(count, dim=-1)
-    return values, place // count * _STRIPES + chosen.gather(-1, place % count)
+    folded = scores.unflatten(-1, (_HEIGHT, stripes))
+    chosen = folded.amax(-2).topk(count, dim=-1).indices  # (..., count)
+    index = chosen[..., None].expand(*chosen.shape, _HEIGHT)
+    values, place = folded.transpose(-1, -2).gather(-2, index).flatten(-2).topk(count, dim=-1)
+    return values, (place & (_HEIGHT - 1)) * stripes + chosen.gather(-1, place >> _HEIGHT.bit_length() - 1)

@@ -223,7 +223,7 @@ def _grow_best(
             narrow = torch.arange(pool.width[depth], device=device) >= limits.width[:, None]
             reached = reached.masked_fill(narrow, -torch.inf)
         reached = reached[..., None]
-        level = Level(depth, layout.tokens(columns[-1].gather(1, place)), place // branch)
+        level = Level(depth, layout.tokens(columns[-1].gather(1, place)), pool.parents[place])
         places.append(place + seen)
         seen += width * branch
     tokens = layout.tokens(torch.cat(columns, dim=1))
@@ -264,12 +264,13 @@ def _keep(
 def ancestry(parents: Tensor, depth: int) -> Tensor:
     """(B, N) parents of trees of at most `depth` levels -> (B, N, N): j is i or an ancestor of i."""
     batch, size = parents.shape
-    own = torch.eye(size, dtype=torch.bool, device=parents.device).expand(batch, size, size)
-    up = parents.clamp(min=0)[..., None].expand(batch, size, size)
+    own = torch.eye(size, dtype=torch.bool, device=parents.device).repeat(batch, 1)  # (B * N, N)
+    start = torch.arange(0, batch * size, size, device=parents.device)[:, None]
+    up = (parents.clamp(min=0) + start).flatten()
     above = own
     for _ in range(depth):
-        above = own | above.gather(1, up)
-    return above
+        above = own | above.index_select(0, up)
+    return above.view(batch, size, size)
 
 
 @dataclass(frozen=True, slots=True)

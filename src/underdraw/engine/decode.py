@@ -15,10 +15,11 @@ from underdraw.errors import ConfigError
 from underdraw.history import History, Step
 from underdraw.plan import TreePlan
 from underdraw.protocols import Drafter, Outcome, Prompt, Request, Target, TreePolicy, Verifier
-from underdraw.sampling import Sampler, best
+from underdraw.sampling import Sampler
 from underdraw.tree import DraftTree, Limits, Proposal, Verdict, envelope
 
 
+@torch.inference_mode()
 def decode(
     target: Target,
     drafter: Drafter,
@@ -48,8 +49,7 @@ def decode(
         raise ConfigError(f"the sampler is on {sampler.device} and the model on {device}; put both on one device.")
     steps = torch.full((len(prompts),), layout.start, device=device)  # (B,) step of each root
     draws = sampler.draws(steps - 1, 1)
-    scores = draws.scores(session.first.logits, torch.ones_like(steps)[:, None])
-    root = layout.tokens(best(scores, 1)[1])[:, 0, 0]
+    root = layout.tokens(draws.choose(session.first.logits, torch.ones_like(steps)[:, None]))[:, 0]
     for history, token in zip(histories, root.tolist(), strict=True):
         history.begin(token)
     place = [layout.start] * len(prompts)  # the host's copy of `steps`

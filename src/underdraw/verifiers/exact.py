@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from underdraw.sampling import Draws, best
+from underdraw.sampling import Draws
 from underdraw.tree import DraftTree, Proposal, Verdict
 
 
@@ -24,7 +24,7 @@ class Exact:
 
     def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
         """logits (B, N, K) of every node."""
-        columns = best(draws.scores(logits, tree.depths + 1), 1)[1][..., 0]  # (B, N)
+        columns = draws.choose(logits, tree.depths + 1)  # (B, N)
         return agree(tree, draws.sampler.layout.tokens(columns))
 
 

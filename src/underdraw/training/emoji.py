@@ -15,9 +15,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from underdraw.training.data import stable_hash
-from underdraw.training.raw import RawPicture
+from underdraw.training.raw import Form, RawPicture
 from underdraw.training.sources import fetch, tar_members
 
 GROUPS = {
@@ -150,7 +151,7 @@ class EmojiTable:
             if "/en/shortcodes/" in name:
                 self._add_shortcodes(json.loads(files[name]), by_hexcode)
 
-    def _add(self, entry: dict, glyphs: dict[str, Emoji]) -> None:
+    def _add(self, entry: dict[str, Any], glyphs: dict[str, Emoji]) -> None:
         if _WRITING.search(entry["label"]):
             return
         emoji = Emoji(entry["hexcode"], entry["label"], GROUPS[entry["group"]])
@@ -184,7 +185,8 @@ def emoji_pictures(style: str, cache: Path, table: EmojiTable) -> Iterator[RawPi
         emoji = drawing.variant.emoji
         # Roles that exist as man, woman and person compete for one place per style.
         drawings[emoji.subject if emoji.group == "people" else emoji.hexcode].append(drawing)
-    form = {"fluent-3d": "raster", "fluent-3d-anim": "frame"}.get(style, "svg")
+    forms: dict[str, Form] = {"fluent-3d": "raster", "fluent-3d-anim": "frame"}
+    form = forms.get(style, "svg")
     for key, choices in drawings.items():
         choices.sort(key=lambda drawing: drawing.variant.label)
         chosen = choices[stable_hash(f"{style} {key}") % len(choices)]

@@ -63,6 +63,9 @@ def convert_lpips(out: str | Path, cache: str | Path) -> Path:
 class LPIPS(nn.Module):
     """Perceptual distance of two batches of pictures in [-1, 1]; gradients flow into the first only."""
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, path: str | Path) -> None:
         super().__init__()
         self.convs = nn.ModuleList()
@@ -85,7 +88,7 @@ class LPIPS(nn.Module):
         self.register_buffer("mean", torch.tensor(_MEAN).view(1, 3, 1, 1))
         self.register_buffer("std", torch.tensor(_STD).view(1, 3, 1, 1))
         self.requires_grad_(False)
-        self.to(memory_format=torch.channels_last)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def _features(self, pixels: Tensor) -> list[Tensor]:
         x = (pixels - self.mean) / self.std

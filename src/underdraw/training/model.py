@@ -1,4 +1,4 @@
-"""Trains the tiny family's text-to-image decoder: `python -m underdraw.training.model --pack P --tokenizer T --out DIR`.
+"""Trains the tiny family's text-to-image decoder: `python -m underdraw.training.model --pack P --tokenizer T --out D`.
 
 Pictures are composed and encoded on the fly; captions stand before the codes as a prefix of fixed length and are
 dropped now and then, so that guidance has an unconditional model to push away from. Matrices inside the blocks are
@@ -91,6 +91,8 @@ def initialise(net: Transformer, seed: int) -> None:
 class Scorer(nn.Module):
     """Loss of whole pictures given captions: the decoder under a causal mask."""
 
+    rotation: Tensor
+
     def __init__(self, net: Transformer, layout: Layout, prefix: int) -> None:
         super().__init__()
         self.net, self.prefix = net, prefix
@@ -103,7 +105,7 @@ class Scorer(nn.Module):
     def forward(self, text: Tensor, codes: Tensor) -> Tensor:
         """text (B, P) ids, codes (B, cells) -> cross-entropy of every code (B, cells)."""
         outputs = self.net.arch.outputs
-        assert outputs is not None and isinstance(self.rotation, Tensor)
+        assert outputs is not None
         tokens = torch.cat([text, codes[:, :-1] + outputs.start], dim=1)
         x = self.net.embed(tokens)
         if torch.is_autocast_enabled(x.device.type):

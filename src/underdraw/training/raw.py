@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
+Form = Literal["svg", "raster", "frame", "crop"]
+
+
 @dataclass(frozen=True, slots=True)
 class RawPicture:
     """`position` is a point in time for an animation (`frame`) and a place along the longer side for a `crop`."""
@@ -24,7 +27,7 @@ class RawPicture:
     phrase: str
     subject: str
     flippable: bool
-    form: Literal["svg", "raster", "frame", "crop"]
+    form: Form
     payload: bytes
     position: float = 0.5
 
@@ -38,7 +41,7 @@ def render(picture: RawPicture, px: int) -> Image.Image | None:
     else:
         image = Image.open(io.BytesIO(picture.payload))
         if picture.form == "frame":
-            image.seek(int(picture.position * image.n_frames))
+            image.seek(int(picture.position * getattr(image, "n_frames", 1)))
         image = image.convert("RGB" if picture.form == "crop" else "RGBA")
     if picture.form == "crop":
         side = min(image.size)

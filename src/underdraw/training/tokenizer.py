@@ -1,7 +1,7 @@
-"""Trains the tiny family's image tokenizer: `python -m underdraw.training.tokenizer --pack P --lpips L --out F`.
+"""Trains the tiny family's image tokenizer: `python -m underdraw.training.tokenizer --pack P --lpips L --out DIR`.
 
 L1 + L2 + LPIPS on composed pictures, AdamW with a cosine over a budget of seconds, an exponential moving average of the
-weights, which is what is written. The output file is also the checkpoint: run the same command again after an
+weights, which is what is written. The output folder is also the checkpoint: run the same command again after an
 interruption and it goes on from the last one, with fresh optimiser moments behind a short warm-up.
 """
 
@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import json
 import logging
 import math
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +19,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from underdraw.errors import CheckpointError, UnderdrawError
+from underdraw.nn.storage import load_weights, save_weights
 from underdraw.nn.vq import TokenizerArch, VQTokenizer
 from underdraw.training.compose import COLOURS, Composer, Painter, Recipe, Scenes
 from underdraw.training.data import Pack
@@ -90,32 +87,22 @@ class Quality:
         )
 
 
-def save_tokenizer(path: str | Path, model: VQTokenizer, progress: Progress) -> None:
-    """Weights in bf16 with their architecture, written so that a kill leaves the old file or the new one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.state_dict().items()
-    }
-    arch, position = (json.dumps(dataclasses.asdict(item)) for item in (model.arch, progress))
-    part = path.with_suffix(f".part{os.getpid()}")
-    save_file(tensors, part, metadata={"kind": KIND, "arch": arch, "progress": position})
-    part.replace(path)
+def save_tokenizer(
+    folder: str | Path, model: VQTokenizer, progress: Progress, precision: Literal["bf16", "int8"] = "bf16"
+) -> None:
+    """Weights with their architecture, and how long they were trained."""
+    about = {"kind": KIND, "arch": dataclasses.asdict(model.arch), "progress": dataclasses.asdict(progress)}
+    save_weights(folder, model.state_dict(), about, precision)
 
 
-def load_tokenizer(path: str | Path, device: torch.device | str = "cpu") -> tuple[VQTokenizer, Progress]:
+def load_tokenizer(folder: str | Path, device: torch.device | str = "cpu") -> tuple[VQTokenizer, Progress]:
     """A tokenizer in fp32 and how long it was trained."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("kind") != KIND:
-                raise CheckpointError(f"{path} holds no image tokenizer (kind {metadata.get('kind')!r}, not {KIND!r})")
-            weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (FileNotFoundError, SafetensorError) as error:
-        raise CheckpointError(f"no image tokenizer could be read from {path} ({error})") from error
-    model = VQTokenizer(TokenizerArch(**json.loads(metadata["arch"])))
+    weights, about = load_weights(folder)
+    if about.get("kind") != KIND:
+        raise CheckpointError(f"{folder} holds no image tokenizer (its kind is {about.get('kind')!r}, not {KIND!r}).")
+    model = VQTokenizer(TokenizerArch(**about["arch"]))
     model.load_state_dict(weights)
-    return model.to(device), Progress(**json.loads(metadata["progress"]))
+    return model.to(device), Progress(**about["progress"])
 
 
 class Evaluator:
@@ -259,7 +246,7 @@ def train(trainer: Trainer, evaluator: Evaluator, out: Path, progress: Progress)
             reported = evaluated = time.perf_counter() - start
             reported_step = trainer.steps
     save_tokenizer(out, trainer.average, Progress(progress.step + trainer.steps, max(done, options.seconds)))
-    quality = evaluator.measure(trainer.average, out.with_suffix(".png"))
+    quality = evaluator.measure(trainer.average, out / "sheet.png")
     log.info("%6.0f s  final  %s", time.perf_counter() - start, quality)
     return quality
 
@@ -271,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lpips", type=Path, help="LPIPS weights of underdraw.training.losses; without them pictures come out soft"
     )
-    parser.add_argument("--out", type=Path, required=True, help="safetensors file; continued if it exists")
+    parser.add_argument("--out", type=Path, required=True, help="folder; continued if it holds weights")
     parser.add_argument("--init", type=Path, help="start from these weights instead of random ones")
     parser.add_argument("--seconds", type=float, default=defaults.seconds)
     parser.add_argument("--batch", type=int, default=defaults.batch)
@@ -307,7 +294,7 @@ def main() -> None:
     with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU, the same for every device
         torch.manual_seed(options.seed)
         model = VQTokenizer(arch)
-    if options.out.exists():
+    if (options.out / "model-0.safetensors").exists():
         model, progress = load_tokenizer(options.out)
         log.info("continuing %s at step %d, %.0f s", options.out, progress.step, progress.seconds)
     elif options.init:

@@ -1,0 +1,58 @@
+"""Weights on disk: 8-bit rows, shards, and files that are not what they should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from underdraw.errors import CheckpointError
+from underdraw.nn import storage
+from underdraw.nn.storage import dequantise, load_weights, quantise, save_weights
+
+
+def state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "matrix": torch.randn(80, 64, generator=generator) * torch.logspace(-3, 1, 80)[:, None],
+        "kernel": torch.randn(64, 16, 3, 3, generator=generator),
+        "small": torch.randn(4, 4, generator=generator),
+        "vector": torch.randn(100, generator=generator),
+    }
+
+
+def test_rounding_is_by_row() -> None:
+    """Every row keeps its own scale: the error is at most half a 127th of the row's largest value."""
+    weight = state()["matrix"]
+    error = (dequantise(*quantise(weight)) - weight).abs().amax(1)
+    assert (error <= weight.abs().amax(1) / 254 * 1.001).all()
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    save_weights(tmp_path, state(), {"kind": "test", "size": [1, 2]}, "int8")
+    loaded, about = load_weights(tmp_path)
+    assert about == {"kind": "test", "size": [1, 2]}
+    for name, value in state().items():
+        quantised = name in ("matrix", "kernel")
+        expected = dequantise(*quantise(value)) if quantised else value.bfloat16().float()
+        assert torch.equal(loaded[name], expected), name
+
+
+def test_shards_are_small_and_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "SHARD", 6000)
+    paths = save_weights(tmp_path, state(), {}, "bf16")
+    assert len(paths) > 1
+    assert set(load_weights(tmp_path)[0]) == set(state())
+    paths[-1].unlink()
+    with pytest.raises(CheckpointError, match="incomplete"):
+        load_weights(tmp_path)
+
+
+def test_fewer_shards_replace_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "SHARD", 6000)
+    save_weights(tmp_path, state(), {}, "bf16")
+    monkeypatch.setattr(storage, "SHARD", 10**9)
+    save_weights(tmp_path, state(), {"second": True}, "bf16")
+    assert [path.name for path in tmp_path.iterdir()] == ["model-0.safetensors"]
+    assert load_weights(tmp_path)[1] == {"second": True}

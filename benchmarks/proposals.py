@@ -132,7 +132,7 @@ def table(images: int) -> tuple[dict[str, float], list[dict[str, object]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=8)
+    parser.add_argument("--images", type=int, default=4)
     parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the models are too small to share

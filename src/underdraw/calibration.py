@@ -45,8 +45,9 @@ class Calibration:
             weight = weight + constant(biases, scores.dtype, scores.device)
         total = weight.exp().sum(-1, keepdim=True)
         if forcing and count > 1:
-            return weight - torch.log(torch.where(scores[..., 1:2].isinf(), total, total + self.miss))
-        return weight - torch.log(total + self.miss)
+            total = torch.where(scores[..., 1:2].isinf(), total, total + self.miss)
+            return (weight - torch.log(total)).clamp(max=0)  # rounding must not put a child before its parent
+        return (weight - torch.log(total + self.miss)).clamp(max=0)
 
     @classmethod
     def fit(cls, scores: Tensor, ranks: Tensor, steps: int = 200) -> Calibration:

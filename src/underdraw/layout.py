@@ -28,7 +28,7 @@ class Layout:
     def __post_init__(self) -> None:
         if self.height < 1 or self.width < 1:
             raise ConfigError(f"a grid of {self.height} x {self.width} codes is empty; both sides must be at least 1.")
-        if self.codes.step != 1 or len(self.codes) < 2:
+        if self.codes.step != 1 or len(self.codes) < 2 or self.codes.start < 0:
             raise ConfigError(f"codes {self.codes} must be a range of at least 2 consecutive token ids.")
         for name, ids in (("prologue", self.prologue), ("epilogue", self.epilogue)):
             if any(i < 0 or i in self.codes for i in ids):

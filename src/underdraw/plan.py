@@ -51,9 +51,11 @@ class TreePlan:
     @classmethod
     def of(cls, shape: Sequence[int]) -> TreePlan:
         """The plan of a fixed shape."""
-        known = Shape.of(tuple(shape))
-        width = max(len(level) for level in known.levels)
-        return cls(len(known.levels) - 1, width, max(known.ranks) + 1, len(shape), tuple(shape))
+        given = Shape.of(tuple(shape))
+        parents = _by_level(list(given.parents), list(given.depths))
+        known = Shape.of(parents)
+        width = max((len({parents[n] for n in level}) for level in known.levels[1:]), default=1)
+        return cls(len(known.levels) - 1, width, max(known.ranks) + 1, len(parents), parents)
 
     def cut(self, depth: int) -> TreePlan:
         """This plan without the levels below `depth`."""

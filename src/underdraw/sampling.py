@@ -24,6 +24,7 @@ from underdraw.layout import Layout
 Stream = Literal["target", "draft", "accept"]
 _STREAMS: dict[Stream, int] = {"target": 0, "draft": 1, "accept": 2}
 _HEIGHT = 32  # rows that `best` folds a row of scores into; a power of 2
+_BLOCK = 64  # columns that `first_best` looks at together
 _CHUNK = 16  # nodes whose scores stay in a processor's cache
 # The additive constant and multipliers of the splitmix64 generator, as signed 64-bit integers.
 _GAMMA, _MULTIPLY_1, _MULTIPLY_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
@@ -84,7 +85,7 @@ class Sampler:
             raise ConfigError(f"top_p {top_p} must lie in (0, 1]; 1 turns it off.")
         if not seeds:
             raise ConfigError("no seeds were given; a batch needs one seed per image.")
-        if any(not 0 <= seed < 2**62 for seed in seeds):
+        if any(seed != int(seed) or not 0 <= seed < 2**62 for seed in seeds):
             raise ConfigError(f"seeds {list(seeds)} must be whole numbers from 0 to 2**62 - 1.")
         self.layout = layout
         self.temperature = float(temperature)
@@ -171,7 +172,7 @@ class Draws:
         """The columns that the target chooses: argmax of `scores`, (B, N, K), (B, N) -> (B, N)."""
         size = _CHUNK if logits.device.type == "cpu" else logits.shape[1]
         parts = zip(logits.split(size, dim=1), depths.split(size, dim=1), strict=True)
-        return torch.cat([best(self.scores(*part), 1)[1] for part in parts], dim=1)[..., 0]
+        return torch.cat([first_best(self.scores(*part)) for part in parts], dim=1)
 
     def scaled(self, logits: Tensor, depths: Tensor) -> Tensor:
         """The same without noise: log-probabilities up to a constant. (B, N, K), (B, N) -> (B, N, columns)."""
@@ -201,6 +202,16 @@ class Draws:
     def uniform(self, count: int) -> Tensor:
         """Numbers in (0, 1) for accept tests, `count` a step: (B, reach, count) float64."""
         return _uniform(self.sampler.seeds, self.steps, count, "accept")
+
+
+def first_best(scores: Tensor) -> Tensor:
+    """The column of the best score of each row, the first of equals: as `argmax`, several times faster on long rows."""
+    if scores.shape[-1] % _BLOCK or scores.shape[-1] < 8 * _BLOCK:
+        return scores.argmax(-1)
+    blocks = scores.unflatten(-1, (-1, _BLOCK))
+    which = blocks.amax(-1).argmax(-1, keepdim=True)  # (..., 1)
+    block = blocks.gather(-2, which[..., None].expand(*which.shape, _BLOCK))[..., 0, :]
+    return which[..., 0] * _BLOCK + block.argmax(-1)
 
 
 def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -324,7 +324,12 @@ def _grow_shape(
         impossible = scores.flatten(1)[:, source].isinf() | (place.ranks >= count)
         dead[:, place.nodes] = impossible | dead[:, place.parents]
         if limits is not None:
-            dead[:, place.nodes] |= (depth > limits.depth)[:, None]
+            dead[:, place.nodes] |= (
+                (depth > limits.depth[:, None])
+                | (place.ranks >= limits.branch[:, None])
+                | (place.slots >= limits.width[:, None])
+                | (place.nodes >= limits.nodes[:, None])
+            )
         if q is not None and rows is not None:
             q[:, frontier] = rows
         level = Level(depth, tokens[:, place.inner], place.inner_slots.expand(batch, -1))

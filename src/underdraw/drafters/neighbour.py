@@ -5,6 +5,7 @@ Each source is a vote for one code with a weight; the votes over a thin uniform 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,9 @@ class Neighbour:
     floor: float = 0.5
 
     def __post_init__(self) -> None:
+        weights = (self.left, self.above, self.above_right, self.bigram, self.floor)
+        if not all(map(math.isfinite, weights)):
+            raise ConfigError(f"neighbour weights {weights} must be finite numbers.")
         if min(self.left, self.above, self.above_right, self.bigram) < 0 or self.floor <= 0:
             raise ConfigError("neighbour weights must not be negative and floor must be positive.")
 

@@ -40,13 +40,17 @@ def decode(
     layout = sampler.layout
     if histories is None:
         histories = [History(layout) for _ in prompts]
-    for history, seed in zip(histories, sampler.seeds.tolist(), strict=True):
-        history.seed = seed
+    if len(histories) != len(prompts):
+        raise ConfigError(f"{len(histories)} histories came with {len(prompts)} prompts; give one history per prompt.")
+    if any(history.layout != layout or history.passes or history.next_step != layout.start for history in histories):
+        raise ConfigError("histories must be new ones of the sampler's layout; make them with History(layout).")
     session = target.open(prompts, layout, guidance=guidance)
     draft = drafter.open(prompts, layout, session.first, guidance=guidance)
     device = session.first.logits.device
     if sampler.device != device:
         raise ConfigError(f"the sampler is on {sampler.device} and the model on {device}; put both on one device.")
+    for history, seed in zip(histories, sampler.seeds.tolist(), strict=True):
+        history.seed = seed
     steps = torch.full((len(prompts),), layout.start, device=device)  # (B,) step of each root
     draws = sampler.draws(steps - 1, 1)
     root = layout.tokens(draws.choose(session.first.logits, torch.ones_like(steps)[:, None]))[:, 0]

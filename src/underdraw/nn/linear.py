@@ -1,9 +1,9 @@
 """Matrix products whose rows do not depend on how many rows there are.
 
 Plain decoding multiplies one or two rows at a time, a tree pass a hundred. The exactness promise needs both to give
-the same bits. On a CPU in float32 that holds with weights stored input-major, at least two rows, and inner products
-of at most `CHUNK` terms at a time; other layouts pick kernels by the number of rows and round differently. The same
-layout is also the faster one for small trees. GPUs round by shape; there the engine pads instead.
+the same bits. On a CPU that holds with weights stored input-major, short inner products (see `chunk`), and at least two
+rows in float32 or a multiple of four in other types; otherwise kernels are picked by the number of rows and round
+differently. The same layout is also the faster one for small trees. GPUs round by shape.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CHUNK = 768  # longest inner product that the BLAS does in one go for any number of rows
+
+def chunk() -> int:
+    """The longest inner product that the BLAS does in one go for any number of rows; many threads share longer ones."""
+    return 768 if torch.get_num_threads() <= 2 else 256
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -20,14 +23,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.device.type != "cpu" or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] == 1:
-        return linear(rows.expand(2, -1), weight, bias)[0].view(*x.shape[:-1], -1)
-    out = F.linear(rows[:, :CHUNK], weight[:, :CHUNK])
-    for start in range(CHUNK, x.shape[-1], CHUNK):
-        out += F.linear(rows[:, start : start + CHUNK], weight[:, start : start + CHUNK])
+    count = rows.shape[0]
+    padding = max(2 - count, 0) if x.dtype == torch.float32 else -count % 4
+    if padding:
+        rows = F.pad(rows, (0, 0, 0, padding))
+    size = chunk()
+    out = F.linear(rows[:, :size], weight[:, :size])
+    for start in range(size, x.shape[-1], size):
+        out += F.linear(rows[:, start : start + size], weight[:, start : start + size])
     if bias is not None:
         out += bias
-    return out.view(*x.shape[:-1], -1)
+    return out[:count].view(*x.shape[:-1], -1)
 
 
 class Linear(nn.Linear):

@@ -70,7 +70,15 @@ class DecoderSession:
             raise ConfigError(
                 f"the head has {outputs} outputs but the layout {len(layout.codes)} codes; cut the head to the codes."
             )
+        own = target.net.arch.outputs
+        if own is not None and own != layout.codes:
+            raise ConfigError(f"the head gives {own} and the layout has {layout.codes}; use the model's own layout.")
         rows = rows_of(prompts, guidance)
+        vocab = target.net.arch.vocab
+        for row in rows:
+            wrong = [] if isinstance(row, Tensor) else [token for token in row if not 0 <= token < vocab]
+            if wrong:
+                raise ConfigError(f"prompt tokens {wrong} lie outside the {vocab} of the model; use its tokenizer.")
         self.lengths = [_length(row) + len(layout.prologue) for row in rows]
         if min(self.lengths) < 1:
             raise ConfigError("an empty prompt gives nothing to start from; give at least one token or feature.")

@@ -124,7 +124,7 @@ class Block(nn.Module):
 
     def ffn(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(gate / (1 + torch.exp(-gate)) * up)  # F.silu rounds by place once threads share a tensor
 
     def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
         """x (R, N, dim), rotation (R, N, 2, width / 2)."""

@@ -41,6 +41,9 @@ class Chain:
 
     depth: int = 5
 
+    def __post_init__(self) -> None:
+        TreePlan(self.depth, 1, 1, self.depth + 1)
+
     def plan(self, history: History, step: int) -> TreePlan:
         return TreePlan(self.depth, 1, 1, self.depth + 1)
 

@@ -52,6 +52,12 @@ class Lantern:
     def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
         if self.neighbours is None:
             raise ConfigError("lantern needs the image tokenizer's codebook; bind it first: Lantern().bind(codebook).")
+        codes = len(draws.sampler.layout.codes)
+        if self.neighbours.shape[0] != codes:
+            raise ConfigError(
+                f"lantern was bound to a codebook of {self.neighbours.shape[0]} codes and the layout has {codes}; "
+                "bind the codebook of this model's image tokenizer."
+            )
         if draws.sampler.greedy:
             return self._greedy(tree, logits, draws)
         return walk(tree, target_laws(tree, logits, draws), draws, self.relax)
@@ -101,7 +107,7 @@ def nearest(codebook: Tensor, k: int) -> Tensor:
     k = min(k, codes.shape[0] - 1)
     parts = []
     for start in range(0, codes.shape[0], 1024):
-        distance = torch.cdist(codes[start : start + 1024], codes)
+        distance = torch.cdist(codes[start : start + 1024], codes, compute_mode="donot_use_mm_for_euclid_dist")
         own = torch.arange(start, start + distance.shape[0], device=codes.device)
         distance[torch.arange(distance.shape[0], device=codes.device), own] = torch.inf
         parts.append(distance.topk(k, dim=-1, largest=False).indices)

@@ -43,6 +43,7 @@ def walk(tree: DraftTree, laws: Tensor, draws: Draws, relax: Relax) -> Verdict:
             x = columns[rows, child.clamp(min=0)]
             draft = torch.zeros_like(law).scatter_(1, x[:, None], 1.0) if q is None else q
             wanted = relax(law, x)
+            trying = trying & (draft[rows, x] > 0)  # its chance was too small for a float: neither tried nor subtracted
             accepted = trying & (uniform[:, depth - 1, rank] * draft[rows, x] < wanted[rows, x])
             law = torch.where((trying & ~accepted)[:, None], _residual(wanted, draft), law)
             if q is not None:

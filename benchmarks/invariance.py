@@ -1,0 +1,65 @@
+"""Does the number of rows change the bits on this machine? What the exactness promise rests on.
+
+    python benchmarks/invariance.py
+
+For float32 and bfloat16: how many of 127 row counts give a matrix product another first row, with weights stored
+output-major (as torch.nn.Linear does) and input-major (as underdraw does); and how often a weighted sum of values
+changes when zero-weight values are put between the others, by length of the sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+
+SHAPES = ((512, 1024), (512, 512), (512, 2816), (704, 512), (512, 4096))
+LENGTHS = (128, 256, 384, 448, 512, 640)
+
+
+def differing_products(inputs: int, outputs: int, dtype: torch.dtype, order: str) -> int:
+    """Row counts from 2 to 128 at which the first two rows of a product differ from those of a product of 2 rows."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(outputs, inputs, generator=generator) * 0.05).to(dtype)
+    if order == "input-major":
+        weight = weight.t().contiguous().t()
+    x = torch.randn(128, inputs, generator=generator).to(dtype)
+    expected = F.linear(x[:2], weight)
+    return sum(not torch.equal(F.linear(x[:rows], weight)[:2], expected) for rows in range(2, 129))
+
+
+def differing_sums(length: int, dtype: torch.dtype, trials: int = 40) -> int:
+    """Trials in which a sum over values in contiguous places differs from the same sum with zeros between them."""
+    generator = torch.Generator().manual_seed(0)
+    differing = 0
+    for _ in range(trials):
+        count = int(torch.randint(8, length, (1,), generator=generator))
+        place = torch.randperm(length, generator=generator)[:count].sort().values
+        values = torch.randn(8, length, 65, generator=generator).to(dtype)
+        weights = torch.rand(8, count, generator=generator).to(dtype)
+        spread = torch.zeros(8, 33, length, dtype=dtype)
+        spread[:, 5, place] = weights
+        packed = torch.zeros(8, 4, count, dtype=dtype)
+        packed[:, 2] = weights
+        differing += not torch.equal((spread @ values)[:, 5], (packed @ values[:, place])[:, 2])
+    return differing
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {options.threads} thread(s)")
+    for dtype in (torch.float32, torch.bfloat16):
+        for inputs, outputs in SHAPES:
+            counts = [differing_products(inputs, outputs, dtype, order) for order in ("output-major", "input-major")]
+            print(f"{dtype}  {inputs:4} -> {outputs:4}  output-major {counts[0]:3}  input-major {counts[1]:3} of 127")
+        sums = "  ".join(f"{length}: {differing_sums(length, dtype)}" for length in LENGTHS)
+        print(f"{dtype}  sums that change, of 40, by length  {sums}")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

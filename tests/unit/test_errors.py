@@ -1,0 +1,327 @@
+"""Bad input: every mistake raises the right error, which says what was given and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+from tables import TableDrafter, TableTarget, draw, tables
+from torch import Tensor
+
+from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.neighbour import Neighbour
+from underdraw.engine.decode import decode
+from underdraw.errors import CapacityError, CheckpointError, ConfigError, UnderdrawError, UnsupportedError
+from underdraw.history import History
+from underdraw.layout import Layout
+from underdraw.nn.rope import Rope
+from underdraw.nn.session import DecoderTarget
+from underdraw.nn.stream import Stream
+from underdraw.nn.transformer import Arch, Transformer
+from underdraw.plan import TreePlan
+from underdraw.policies.adjacency import Adjacency
+from underdraw.policies.confidence import Confidence
+from underdraw.policies.fixed import Chain, NoTree, Static
+from underdraw.protocols import Opening, Outcome, Prompt, Request
+from underdraw.registry import drafters, parse, policies, verifiers
+from underdraw.sampling import Sampler
+from underdraw.tree import DraftTree, chain
+from underdraw.verifiers.exact import Exact
+from underdraw.verifiers.lantern import Lantern
+from underdraw.verifiers.rejection import Rejection
+
+CODES = range(4, 12)
+LAYOUT = Layout(2, 3, CODES)
+
+
+def run(
+    *,
+    target: Any = None,
+    drafter: Any = None,
+    verifier: Any = None,
+    seeds: Sequence[int] = (0,),
+    prompts: Sequence[Prompt] = (Prompt((0,)),),
+    layout: Layout = LAYOUT,
+    device: str = "cpu",
+    **options: Any,
+) -> None:
+    """A decode with tables unless a part is given."""
+    own, draft = tables(layout, seed=0)
+    sampler = Sampler(layout, seeds, device=device)
+    parts = (target or TableTarget(own), drafter or TableDrafter(draft), Confidence(2, 2, 5), verifier or Exact())
+    list(decode(*parts, prompts, sampler, **options))
+
+
+def decoder(positions: int | None = None, **options: Any) -> DecoderTarget:
+    net = Transformer(Arch(8, 1, 1, 8, 16, Rope.one_axis(8), outputs=CODES, **options)).eval()
+    return DecoderTarget(net, positions=positions)
+
+
+def on_meta() -> DecoderTarget:
+    return DecoderTarget(decoder().net.to("meta"))
+
+
+def overfull() -> None:
+    net = decoder().net
+    Stream(net, 1, 64).extend(
+        torch.zeros(1, 65, 8), net.arch.rope.prompt(65, torch.device("cpu"))[None], torch.tensor([65]), [65]
+    )
+
+
+@dataclass(frozen=True)
+class Bad:
+    """An action, the error that it must raise, and texts that its message must hold."""
+
+    name: str
+    action: Callable[[], Any]
+    says: tuple[str, ...]
+    kind: type[UnderdrawError] = ConfigError
+
+
+BAD = [
+    # Names and options.
+    Bad("unknown policy", lambda: policies.build("adjacancy"), ("'adjacancy'", "Did you mean 'adjacency'?", "chain")),
+    Bad("unknown verifier", lambda: verifiers.build("exakt"), ("verifier 'exakt'", "'exact'", "rejection")),
+    Bad("unknown drafter", lambda: drafters.build("jakobi"), ("drafter 'jakobi'", "'jacobi'")),
+    Bad("unknown option", lambda: policies.build("confidence:topk=3"), ("'topk'", "Did you mean 'top_k'?", "nodes")),
+    Bad("unknown value", lambda: policies.build("adjacency:init=left"), ("adjacency:init", "'left'", "horizontal")),
+    Bad("not a whole number", lambda: policies.build("chain:depth=2.5"), ("chain:depth", "whole number", "'2.5'")),
+    Bad("not a number", lambda: verifiers.build("lantern:delta=a"), ("lantern:delta", "a number", "'a'")),
+    Bad(
+        "not by text", lambda: verifiers.build("lantern:neighbours=3"), ("lantern:neighbours", "cannot be set by text")
+    ),
+    Bad("no name", lambda: parse(":depth=3"), ("':depth=3'", "name:key=value")),
+    Bad("no value", lambda: parse("chain:depth"), ("'depth'", "'chain:depth'", "key=value")),
+    Bad("twice", lambda: parse("chain:depth=3,depth=4"), ("'depth'", "twice")),
+    # Trees.
+    Bad("unknown table", lambda: Static("naive_extend"), ("'naive_extend'", "Did you mean 'naive_extend_57'?")),
+    Bad("no such file", lambda: Static("nowhere/tree.json"), ("'nowhere/tree.json'", "No such file", "JSON list")),
+    Bad("negative depth", lambda: TreePlan(-1, 1, 1, 1), ("depth -1", "at least 0")),
+    Bad("no width", lambda: TreePlan(1, 0, 1, 2), ("width 0", "at least 1")),
+    Bad("no branch", lambda: TreePlan(1, 1, 0, 2), ("branch 0", "at least 1")),
+    Bad("budget below depth", lambda: TreePlan(5, 1, 1, 5), ("5 nodes", "depth 5", "at least 6")),
+    Bad("too many nodes", lambda: TreePlan(5, 10, 10, 129), ("129 nodes", "at most 128")),
+    Bad("too much drafting", lambda: TreePlan(30, 9, 1, 128), ("depth 30", "width 9", "256", "less of either")),
+    Bad("confidence budget", lambda: policies.build("confidence:nodes=200"), ("200 nodes", "at most 128")),
+    Bad("adjacency depth", lambda: Adjacency(depth=11), ("d_min <= depth <= d_max", "2, 11, 10")),
+    Bad("adjacency width", lambda: Adjacency(k_min=9), ("k_min <= width <= k_max", "9, 8, 12")),
+    Bad("adjacency beta", lambda: Adjacency(beta=1.5), ("beta 1.5", "[0, 1]")),
+    Bad("adjacency beta nan", lambda: Adjacency(beta=math.nan), ("beta nan", "[0, 1]")),
+    Bad("adjacency step", lambda: Adjacency(l_d=-1), ("l_d -1", "not be negative")),
+    Bad("adjacency budget", lambda: Adjacency(nodes=10), ("10 nodes", "depth 10", "at least 11")),
+    Bad("adjacency too large", lambda: Adjacency(d_max=40, nodes=60), ("depth 40", "width 12", "256")),
+    Bad("shape without root", lambda: TreePlan.of((0, 0)), ("root", "-1")),
+    Bad("empty shape", lambda: TreePlan.of(()), ("root", "-1")),
+    Bad("child before parent", lambda: TreePlan.of((-1, 2, 0)), ("node 1", "parent 2", "before its children")),
+    # Layouts.
+    Bad("no height", lambda: Layout(0, 3, CODES), ("0 x 3", "at least 1")),
+    Bad("negative width", lambda: Layout(3, -1, CODES), ("3 x -1", "at least 1")),
+    Bad("codes with gaps", lambda: Layout(2, 2, range(4, 12, 2)), ("range(4, 12, 2)", "consecutive")),
+    Bad("one code", lambda: Layout(2, 2, range(4, 5)), ("range(4, 5)", "at least 2")),
+    Bad("code in prologue", lambda: Layout(2, 2, CODES, prologue=(1, 5)), ("prologue (1, 5)", "outside range(4, 12)")),
+    Bad("negative epilogue", lambda: Layout(2, 2, CODES, epilogue=(-1,)), ("epilogue (-1,)", "negative")),
+    Bad("code as row end", lambda: Layout(2, 2, CODES, row_end=5), ("row_end 5", "outside", "range(4, 12)")),
+    Bad("cell outside", lambda: LAYOUT.step(2, 0), ("(2, 0)", "outside the 2 x 3 grid")),
+    Bad("half an image", lambda: LAYOUT.grid(torch.zeros(5)), ("5 tokens", "has 6")),
+    # Sampling.
+    Bad("negative temperature", lambda: Sampler(LAYOUT, [0], temperature=-1), ("temperature -1", "0 (greedy)")),
+    Bad("temperature nan", lambda: Sampler(LAYOUT, [0], temperature=math.nan), ("temperature nan", "0 (greedy)")),
+    Bad("temperature inf", lambda: Sampler(LAYOUT, [0], temperature=math.inf), ("temperature inf", "positive")),
+    Bad("tiny temperature", lambda: Sampler(LAYOUT, [0], temperature=1e-5), ("temperature 1e-05", "use 0")),
+    Bad("negative top_k", lambda: Sampler(LAYOUT, [0], top_k=-1), ("top_k -1", "0 (off)")),
+    Bad("top_p zero", lambda: Sampler(LAYOUT, [0], top_p=0), ("top_p 0", "(0, 1]", "1 turns it off")),
+    Bad("top_p above one", lambda: Sampler(LAYOUT, [0], top_p=1.5), ("top_p 1.5", "(0, 1]")),
+    Bad("top_p nan", lambda: Sampler(LAYOUT, [0], top_p=math.nan), ("top_p nan", "(0, 1]")),
+    Bad("no seeds", lambda: Sampler(LAYOUT, []), ("no seeds", "one seed per image")),
+    Bad("negative seed", lambda: Sampler(LAYOUT, [3, -1]), ("[3, -1]", "0 to 2**62 - 1")),
+    Bad("huge seed", lambda: Sampler(LAYOUT, [2**62]), (str(2**62), "0 to 2**62 - 1")),
+    # Combinations.
+    Bad(
+        "coupled + rejection",
+        lambda: run(verifier=Rejection(), proposal="coupled"),
+        ("'coupled'", "rejection", "use sampled"),
+    ),
+    Bad("topk + rejection", lambda: run(verifier=Rejection(), proposal="topk"), ("'topk'", "rejection", "use sampled")),
+    Bad(
+        "coupled + lantern",
+        lambda: run(verifier=Lantern(), proposal="coupled"),
+        ("'coupled'", "lantern", "use topk or sampled"),
+    ),
+    Bad("lantern without codebook", lambda: run(verifier=Lantern()), ("codebook", "Lantern().bind(codebook)")),
+    Bad("rejection without q", lambda: run(verifier=Rejection(), drafter=Jacobi()), ("rejection", "'sampled'", "no q")),
+    Bad("seeds and prompts", lambda: run(seeds=(0, 1)), ("1 prompts", "2 seeds", "one seed per prompt")),
+    Bad("negative guidance", lambda: run(guidance=-1.0), ("guidance -1.0", "at least 0", "1 turns it off")),
+    Bad("guidance nan", lambda: run(guidance=math.nan), ("guidance nan", "1 turns it off")),
+    Bad("guidance inf", lambda: run(guidance=math.inf), ("guidance inf", "1 turns it off")),
+    Bad(
+        "guidance alone",
+        lambda: run(target=decoder(), guidance=3.0),
+        ("guidance 3.0", "unconditional prompt", "use guidance 1"),
+    ),
+    Bad("mixed devices", lambda: run(target=on_meta()), ("sampler is on cpu", "model on meta", "one device")),
+    # Verifiers and drafters.
+    Bad("delta", lambda: Lantern(delta=2.0), ("delta 2.0", "[0, 1]")),
+    Bad("ratio", lambda: Lantern(ratio=0.5), ("ratio 0.5", "at least 1")),
+    Bad("ratio inf", lambda: Lantern(ratio=math.inf), ("ratio inf", "at least 1")),
+    Bad("no neighbours", lambda: Lantern(k=0), ("k 0", "at least 1")),
+    Bad("no window", lambda: Jacobi(window=0), ("window of 0", "1 to 127")),
+    Bad("large window", lambda: Jacobi(window=128), ("window of 128", "1 to 127")),
+    Bad("negative weight", lambda: Neighbour(left=-1), ("not be negative",)),
+    Bad("no floor", lambda: Neighbour(floor=0), ("floor must be positive",)),
+    # Networks and sessions.
+    Bad("heads", lambda: toy.arch(dim=30), ("dim 30", "4 heads", "head_dim or another number")),
+    Bad("key-value heads", lambda: toy.arch(kv_heads=3), ("4 heads", "3 key-value heads", "divisor")),
+    Bad("rope", lambda: toy.arch(rope=Rope((3, 0, 0))), ("axes (3, 0, 0)", "width 8 need 4")),
+    Bad(
+        "head and layout",
+        lambda: run(target=decoder(), layout=Layout(2, 3, range(4, 9))),
+        ("8 outputs", "5 codes", "cut the head"),
+    ),
+    Bad("no prompts", lambda: decoder().open([], LAYOUT, guidance=1.0), ("no prompts", "at least one")),
+    Bad("empty prompt", lambda: run(target=decoder(), prompts=[Prompt(())]), ("empty prompt", "at least one")),
+    Bad(
+        "features",
+        lambda: run(target=decoder(), prompts=[Prompt(torch.zeros(3, 8))]),
+        ("prompt tokens", "not text features"),
+    ),
+    Bad("positions", lambda: run(target=decoder(positions=6)), ("7 positions", "has 6", "shorten"), CapacityError),
+    Bad("capacity", overfull, ("65 tokens", "cache of 64", "more capacity"), CapacityError),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+def test_bad_input_says_what_was_given_and_what_to_do(bad: Bad) -> None:
+    with pytest.raises(UnderdrawError) as caught:
+        bad.action()
+    assert type(caught.value) is bad.kind
+    message = str(caught.value)
+    assert message.endswith("."), "a sentence"
+    for text in bad.says:
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("not json", "cannot be read"),
+        ("[-1, 0,", "cannot be read"),
+        ('{"parents": [-1, 0]}', "JSON list of whole numbers"),
+        ('[-1, "0"]', "JSON list of whole numbers"),
+        ("[-1, 0.5]", "JSON list of whole numbers"),
+        ("[]", "starts with its root"),
+        ("[0, 0, 1]", "starts with its root"),
+        ("[-1, 0, 3]", "node 2 of the tree shape has parent 3"),
+        (json.dumps([-1] + [0] * 128), "129 nodes is too large"),
+    ],
+)
+def test_malformed_shape_files(tmp_path: Path, content: str, says: str) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        Static(str(file))
+
+
+def test_the_family_of_errors() -> None:
+    """One base class to catch; a wrong setting is also a ValueError, as callers of Python expect."""
+    for kind in (ConfigError, CheckpointError, CapacityError, UnsupportedError):
+        assert issubclass(kind, UnderdrawError)
+    assert issubclass(ConfigError, ValueError)
+    assert not issubclass(CapacityError, ValueError)
+
+
+def finished() -> History:
+    """A history that another decode has filled."""
+    own, draft = tables(LAYOUT, seed=0)
+    return draw(TableTarget(own), TableDrafter(draft), NoTree(), Exact(), LAYOUT, [0])[1][0]
+
+
+MISFITS = [
+    Bad("chain too long", lambda: Chain(depth=500), ("at most 128",)),
+    Bad("chain below zero", lambda: Chain(depth=-1), ("-1",)),
+    Bad("half a seed", lambda: Sampler(LAYOUT, [1.5]), ("1.5",)),  # type: ignore[list-item]
+    Bad("negative codes", lambda: Layout(2, 2, range(-4, 4)), ("range(-4, 4)",)),
+    Bad("weight nan", lambda: Neighbour(left=math.nan), ("nan",)),
+    Bad("weight inf", lambda: drafters.build("neighbour:left=inf"), ("inf",)),
+    Bad("too few histories", lambda: run(histories=[]), ("histories",)),
+    Bad("used histories", lambda: run(histories=[finished()]), ("histories",)),
+    Bad("histories of another layout", lambda: run(histories=[History(Layout(1, 2, CODES))]), ("histories",)),
+    Bad("another range of codes", lambda: run(target=decoder(), layout=Layout(2, 3, range(8))), ("range(4, 12)",)),
+    Bad("token outside the vocabulary", lambda: run(target=decoder(), prompts=[Prompt((99,))]), ("99", "16")),
+    Bad("another codebook", lambda: run(verifier=Lantern(delta=0.5).bind(torch.randn(99, 2))), ("99", "8")),
+    Bad("sampler on meta", lambda: run(target=decoder(), device="meta"), ("sampler is on meta", "model on cpu")),
+]
+
+
+@pytest.mark.parametrize("bad", MISFITS, ids=lambda bad: bad.name)
+def test_parts_that_do_not_fit_are_refused(bad: Bad) -> None:
+    test_bad_input_says_what_was_given_and_what_to_do(bad)
+
+
+# ---------------------------------------------------------------------------------------- what must not be refused
+
+
+def test_the_widest_legal_settings_are_accepted() -> None:
+    Sampler(LAYOUT, [0, 2**62 - 1], temperature=1e-4, top_k=10**6, top_p=1.0)
+    Sampler(LAYOUT, [0], temperature=0)
+    Adjacency(beta=0.0, l_d=0, l_k=0)
+    Adjacency(beta=1.0, d_min=1, k_min=1)
+    Lantern(delta=1.0, ratio=1.0, k=1)
+    TreePlan(127, 1, 1, 128)
+    run(target=decoder(positions=7))
+    run(guidance=0.0)
+
+
+def test_one_cell_needs_no_pass() -> None:
+    layout = Layout(1, 1, CODES)
+    own, draft = tables(layout, seed=0)
+    tokens, histories = draw(TableTarget(own), TableDrafter(draft), NoTree(), Exact(), layout, [0, 1])
+    assert tokens.shape == (2, 1)
+    assert all(history.done and history.passes == 0 for history in histories)
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Knows both images, but drafts for one row at a time: in turns, or always for the first one."""
+
+    tokens: Tensor  # (B, steps)
+    turns: bool
+
+    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> UnevenSession:
+        return UnevenSession(self)
+
+
+class UnevenSession:
+    def __init__(self, drafter: Uneven) -> None:
+        self.tokens, self.turns, self.turn = drafter.tokens, drafter.turns, 0
+
+    def draft(self, request: Request) -> DraftTree:
+        steps = request.steps[:, None] + torch.arange(request.plan.depth + 1)
+        drafted = self.tokens.gather(1, steps.clamp(max=self.tokens.shape[1] - 1))
+        good = torch.arange(2) == self.turn % 2
+        lengths = request.plan.depth * good if request.limits is None else request.limits.depth * good
+        self.turn += self.turns
+        return chain(drafted, lengths)
+
+    def commit(self, outcome: Outcome) -> None:
+        pass
+
+
+@pytest.mark.parametrize("turns", [True, False], ids=["in turns", "one far ahead"])
+def test_rows_that_advance_unevenly_fit_the_cache_that_their_images_fit(turns: bool) -> None:
+    """Room is needed for the longest row, not for the sum of the longest advances, nor for images that are finished."""
+    layout = Layout(1, 230, CODES)
+    target, prompts = decoder(), [Prompt((0,)), Prompt((0, 1))]
+    images: list[list[list[int]]] = []
+    for policy in (NoTree(), Chain(depth=20)):
+        drafter: Any = Uneven(torch.tensor(images[0]), turns) if images else Jacobi()
+        histories = [History(layout), History(layout)]
+        list(decode(target, drafter, policy, Exact(), prompts, Sampler(layout, [0, 1]), histories=histories))
+        images.append([history.tokens.tolist() for history in histories])
+    assert images[0] == images[1]

@@ -1,0 +1,177 @@
+"""Layouts: steps and cells, columns and token ids, with row ends, headers and end tokens, for every kind of number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from underdraw.layout import Layout
+
+FAST = settings(max_examples=150, deadline=None, derandomize=True)
+LUMINA = Layout(48, 48, range(4, 8196), prologue=(8197, 8828, 8828), row_end=8803, epilogue=(8196,))
+
+
+@st.composite
+def layouts(draw: Any) -> Layout:
+    """Any layout: forced ids lie before or behind the codes."""
+    first, count = draw(st.integers(10, 50)), draw(st.integers(2, 20))
+    outside = st.one_of(st.integers(0, first - 1), st.integers(first + count, first + count + 30))
+    forced = st.lists(outside, max_size=4).map(tuple)
+    return Layout(
+        draw(st.integers(1, 7)), draw(st.integers(1, 7)), range(first, first + count),
+        draw(forced), draw(st.none() | outside), draw(forced),
+    )  # fmt: skip
+
+
+def written(layout: Layout, codes: list[list[int]]) -> list[int]:
+    """The token sequence of a code grid, written down one token at a time."""
+    tokens = list(layout.prologue)
+    for row in codes:
+        tokens += [layout.codes[code] for code in row]
+        if layout.row_end is not None:
+            tokens.append(layout.row_end)
+    return tokens + list(layout.epilogue)
+
+
+def some_grid(layout: Layout) -> list[list[int]]:
+    return [[(row * 7 + col * 3) % len(layout.codes) for col in range(layout.width)] for row in range(layout.height)]
+
+
+@FAST
+@given(layouts())
+def test_lengths_count_what_is_written(layout: Layout) -> None:
+    tokens = written(layout, some_grid(layout))
+    assert layout.steps == len(tokens)
+    assert layout.cells == sum(token in layout.codes for token in tokens)
+    places = [step for step, token in enumerate(tokens) if token in layout.codes]
+    assert (layout.start, layout.stop) == (places[0], places[-1] + 1)
+    assert layout.columns == len(layout.codes) + (layout.row_end is not None)
+
+
+@FAST
+@given(layouts())
+def test_cell_and_step_are_inverse(layout: Layout) -> None:
+    tokens = written(layout, some_grid(layout))
+    cells = []
+    for step in range(-3, layout.steps + 3):
+        cell = layout.cell(step)
+        inside = 0 <= step < layout.steps and tokens[step] in layout.codes
+        assert (cell is not None) == inside
+        if cell is not None:
+            assert layout.step(*cell) == step
+            cells.append(cell)
+    assert cells == [(row, col) for row in range(layout.height) for col in range(layout.width)], "row by row"
+
+
+@FAST
+@given(layouts())
+def test_forced_is_true_at_row_ends_alone(layout: Layout) -> None:
+    tokens = written(layout, some_grid(layout))
+    for step in range(layout.start, layout.start + layout.pitch * layout.height):
+        assert bool(layout.forced(step)) == (tokens[step] not in layout.codes)
+        row, col = layout.rows_cols(step)
+        assert layout.cell(step) == (None if layout.forced(step) else (row, col))
+        if layout.forced(step):
+            assert col == layout.width
+
+
+@FAST
+@given(layouts())
+def test_tokens_and_columns_are_inverse(layout: Layout) -> None:
+    ids = [layout.tokens(column) for column in range(layout.columns)]
+    assert ids[: len(layout.codes)] == list(layout.codes)
+    assert ids[len(layout.codes) :] == ([] if layout.row_end is None else [layout.row_end])
+    assert [layout.columns_of(token) for token in ids] == list(range(layout.columns))
+
+
+@FAST
+@given(layouts(), st.integers(-3, 3), st.integers(-3, 3))
+def test_neighbour_is_the_cell_next_door(layout: Layout, rows: int, cols: int) -> None:
+    for row in range(layout.height):
+        for col in range(layout.width):
+            place, inside = layout.neighbour(layout.step(row, col), rows, cols)
+            there = (row + rows, col + cols)
+            exists = 0 <= there[0] < layout.height and 0 <= there[1] < layout.width
+            assert bool(inside) == exists
+            if exists:
+                assert layout.cell(int(place)) == there
+
+
+@FAST
+@given(layouts())
+def test_grid_reads_back_what_was_written(layout: Layout) -> None:
+    codes = some_grid(layout)
+    tokens = written(layout, codes)
+    assert layout.grid(np.array(tokens)).tolist() == codes
+    assert layout.grid(torch.tensor([tokens, tokens])).tolist() == [codes, codes]
+    assert layout.grid(np.array([[tokens]])).shape == (1, 1, layout.height, layout.width)
+
+
+@FAST
+@given(layouts())
+def test_ints_numpy_and_torch_agree(layout: Layout) -> None:
+    steps = list(range(layout.start, layout.start + layout.pitch * layout.height))
+    columns = list(range(layout.columns))
+    ids = [layout.tokens(column) for column in columns]
+    for make in (np.array, torch.tensor):
+        assert layout.forced(make(steps)).tolist() == [bool(layout.forced(step)) for step in steps]
+        assert layout.tokens(make(columns)).tolist() == ids
+        assert layout.columns_of(make(ids)).tolist() == columns
+        rows, cols = layout.rows_cols(make(steps))
+        assert list(zip(rows.tolist(), cols.tolist(), strict=True)) == [layout.rows_cols(step) for step in steps]
+        place, inside = layout.neighbour(make(steps), -1, 1)
+        pairs = [layout.neighbour(step, -1, 1) for step in steps]
+        assert place.tolist() == [p for p, _ in pairs]
+        assert inside.tolist() == [bool(i) for _, i in pairs]
+
+
+def test_lumina_lengths() -> None:
+    """768 x 768: 2352 raster tokens, 2353 with the end token, 2356 with the header."""
+    raster = LUMINA.pitch * LUMINA.height
+    assert (raster, raster + len(LUMINA.epilogue), LUMINA.steps) == (2352, 2353, 2356)
+    assert (LUMINA.start, LUMINA.stop, LUMINA.cells, LUMINA.columns) == (3, 2354, 2304, 8193)
+
+
+def test_lumina_row_ends() -> None:
+    """Every 49th raster token is the row end, and nothing else is forced."""
+    steps = np.arange(LUMINA.start, LUMINA.start + 2352)
+    assert (np.flatnonzero(LUMINA.forced(steps)) + 1).tolist() == list(range(49, 2353, 49))
+    assert LUMINA.cell(LUMINA.start + 48) is None
+    assert LUMINA.cell(LUMINA.start + 49) == (1, 0)
+
+
+def test_lumina_ids() -> None:
+    assert [LUMINA.tokens(column) for column in (0, 8191, 8192)] == [4, 8195, 8803]
+    assert [LUMINA.columns_of(token) for token in (4, 8195, 8803)] == [0, 8191, 8192]
+
+
+def test_lumina_grid() -> None:
+    codes = np.random.default_rng(0).integers(0, 8192, (48, 48))
+    tokens = np.array(written(LUMINA, codes.tolist()))
+    assert np.array_equal(LUMINA.grid(tokens), codes)
+    assert torch.equal(LUMINA.grid(torch.from_numpy(tokens)), torch.from_numpy(codes))
+
+
+@pytest.mark.parametrize("row_end", [2, 8196, 9000])
+def test_a_row_end_may_lie_on_either_side_of_the_codes(row_end: int) -> None:
+    layout = Layout(2, 3, range(4, 8196), row_end=row_end)
+    assert layout.columns_of(row_end) == 8192
+    assert layout.tokens(torch.tensor([0, 8192, 5])).tolist() == [4, row_end, 9]
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 9), (9, 1), (3, 7), (7, 3)])
+def test_non_square_grids(height: int, width: int) -> None:
+    layout = Layout(height, width, range(10), row_end=10)
+    assert layout.cell(layout.stop - 1) == (height - 1, width - 1)
+    assert layout.steps == height * (width + 1)
+    assert layout.stop == layout.steps - 1
+
+
+def test_layouts_are_values() -> None:
+    assert Layout(2, 3, range(4, 8)) == Layout(2, 3, range(4, 8))
+    assert len({Layout(2, 3, range(4, 8)), Layout(2, 3, range(4, 8)), Layout(3, 2, range(4, 8))}) == 2

@@ -1,0 +1,194 @@
+"""The sampler's noise has the Gumbel law and is keyed by (seed, step, code, stream) alone.
+
+Samples are large and seeds are fixed, so a test either always passes or always fails; `P` is how unlikely a sample may
+be before it counts as wrong.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from underdraw.layout import Layout
+from underdraw.sampling import Sampler, Stream, gumbel
+
+P = 1e-4
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+STREAMS: tuple[Stream, ...] = ("target", "draft", "accept")
+PLAIN = Layout(4, 4, range(4, 16))
+ROW_ENDS = Layout(3, 4, range(4, 16), prologue=(1, 2), row_end=30, epilogue=(3,))
+
+
+def noise(seeds: list[int], steps: list[int], count: int, stream: Stream = "target") -> Tensor:
+    """(seeds, steps, count)."""
+    return gumbel(torch.tensor(seeds), torch.tensor(steps).expand(len(seeds), -1), count, stream)
+
+
+def to_uniform(values: Tensor) -> np.ndarray:
+    """Gumbel values through their distribution function."""
+    return np.exp(-np.exp(-values.double().numpy().ravel()))
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("first", [0, 1_000_003, 2**62 - 8])
+def test_noise_has_the_gumbel_law(stream: Stream, first: int) -> None:
+    values = noise([first + i for i in range(8)], list(range(50)), 500, stream)
+    assert values.dtype == torch.float32
+    assert values.isfinite().all()
+    uniform = to_uniform(values)
+    assert stats.kstest(uniform, "uniform").pvalue > P
+    assert stats.chisquare(np.histogram(uniform, 100, (0, 1))[0]).pvalue > P
+    assert stats.ttest_1samp(values.double().numpy().ravel(), np.euler_gamma).pvalue > P
+    assert abs(values.double().var().item() - math.pi**2 / 6) < 0.03
+
+
+def test_both_tails_are_finite_full_and_precise() -> None:
+    """Coarse uniforms would leave the tails empty or fill them with few distinct values."""
+    values = noise(list(range(100, 164)), list(range(16)), 4096).flatten().double()
+    assert values.isfinite().all()
+    for tail, chance in (
+        (values > 8, -math.expm1(-math.exp(-8))),
+        (values > 11, -math.expm1(-math.exp(-11))),
+        (values < -2, math.exp(-math.exp(2))),
+        (values < -2.4, math.exp(-math.exp(2.4))),
+    ):
+        count, expected = int(tail.sum()), chance * len(values)
+        assert stats.binomtest(count, len(values), chance).pvalue > P, (count, expected)
+        distinct = len(values[tail].unique())
+        assert count - distinct <= 5 + count // 200, "a tail repeats its values: too few random bits"
+
+
+def test_uniform_numbers_have_32_random_bits() -> None:
+    """Duplicates appear as often as among 2**32 equally likely numbers, and every bit is fair."""
+    sampler = Sampler(PLAIN, list(range(200)))
+    uniform = sampler.draws(torch.arange(200), 4).uniform(1000).flatten()
+    assert uniform.dtype == torch.float64
+    assert uniform.min() > 0
+    assert uniform.max() < 1
+    count = len(uniform)
+    repeats = count - len(uniform.unique())
+    expected = count**2 / 2 / 2**32  # 74.5
+    assert stats.poisson.sf(repeats - 1, expected) > P
+    assert stats.poisson.cdf(repeats, expected) > P
+    bits = (uniform * 2**32).long()
+    for bit in range(32):
+        assert stats.binomtest(int((bits >> bit & 1).sum()), count, 0.5).pvalue > P / 32, bit
+    assert stats.kstest(uniform.numpy(), "uniform").pvalue > P
+
+
+def independent(a: Tensor, b: Tensor) -> None:
+    """Neither correlated nor jointly uneven, and not equal anywhere beyond chance."""
+    x, y = to_uniform(a), to_uniform(b)
+    assert abs(np.corrcoef(x, y)[0, 1]) < 5 / math.sqrt(len(x))
+    assert abs(np.corrcoef(np.abs(x - 0.5), np.abs(y - 0.5))[0, 1]) < 5 / math.sqrt(len(x))
+    table = np.histogram2d(x, y, 12, ((0, 1), (0, 1)))[0]
+    assert stats.chisquare(table.ravel()).pvalue > P
+    assert (a == b).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 49, 64, 1024])
+def test_steps_are_independent(lag: int) -> None:
+    steps = list(range(0, 40))
+    independent(noise([1, 2, 3], steps, 400), noise([1, 2, 3], [s + lag for s in steps], 400))
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 256, 2**32, 2**61])
+def test_seeds_are_independent(lag: int) -> None:
+    seeds = list(range(40))
+    independent(noise(seeds, [0, 7, 1000], 400), noise([s + lag for s in seeds], [0, 7, 1000], 400))
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 64, 1000])
+def test_codes_are_independent(lag: int) -> None:
+    values = noise(list(range(12)), list(range(12)), 1400)
+    independent(values[..., :-lag], values[..., lag:])
+
+
+@pytest.mark.parametrize("shift", [-1, 0, 1])
+@pytest.mark.parametrize(("one", "other"), [("target", "draft"), ("target", "accept"), ("draft", "accept")])
+def test_streams_are_independent(one: Stream, other: Stream, shift: int) -> None:
+    """Also those of neighbouring seeds: no seed's draft noise is another seed's target noise."""
+    seeds = list(range(1, 41))
+    independent(noise(seeds, [0, 1, 2], 400, one), noise([s + shift for s in seeds], [0, 1, 2], 400, other))
+
+
+def test_seed_step_and_code_do_not_stand_in_for_each_other() -> None:
+    values = noise(list(range(40)), list(range(40)), 40)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        index = torch.meshgrid(*[torch.arange(40)] * 3, indexing="ij")
+        half = index[one] < index[other]  # on the diagonal both are the same number
+        independent(values[half], values.transpose(one, other)[half])
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_row_does_not_depend_on_its_batch(stream: Stream) -> None:
+    """Row b of a batch equals the same seed alone; a step's noise does not depend on where the tree was rooted."""
+    seeds, roots = [5, 9, 5, 2**62 - 1], [0, 3, 4, 17]
+    together = Sampler(PLAIN, seeds).draws(torch.tensor(roots), 6).gumbel(stream)
+    for row, (seed, root) in enumerate(zip(seeds, roots, strict=True)):
+        alone = Sampler(PLAIN, [seed])
+        assert torch.equal(alone.draws(torch.tensor([root]), 6).gumbel(stream)[0], together[row])
+        for ahead in range(6):
+            shifted = alone.draws(torch.tensor([root + ahead]), 1).gumbel(stream)
+            assert torch.equal(shifted[0, 0], together[row, ahead])
+    assert torch.equal(together[0, 4:], together[2, :2]), "same seed, same step, another row"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("old", "moved", "new"), [(1, 1, 6), (6, 1, 6), (6, 3, 4), (6, 3, 2), (6, 6, 5), (3, 9, 4)])
+def test_noise_that_is_taken_over_is_the_noise_of_its_step(old: int, moved: int, new: int, temperature: float) -> None:
+    """Draws that reuse those of the pass before equal draws made afresh."""
+    sampler = Sampler(ROW_ENDS, [4, 5], temperature=temperature)
+    roots = torch.tensor([2, 7])
+    reused = sampler.draws(roots + moved, new, sampler.draws(roots, old), moved)
+    fresh = sampler.draws(roots + moved, new)
+    assert torch.equal(reused.steps, fresh.steps)
+    assert (reused.noise is None) == (fresh.noise is None) == (temperature == 0)
+    if reused.noise is not None and fresh.noise is not None:
+        assert torch.equal(reused.noise, fresh.noise)
+
+
+def test_a_code_does_not_depend_on_how_many_there_are() -> None:
+    assert torch.equal(noise([3], [0, 1], 8192)[..., :10], noise([3], [0, 1], 10))
+
+
+def test_noise_never_changes_between_versions() -> None:
+    """Same seed, same image, for ever: these numbers are part of the format."""
+    bits = splitmix(seed=42, stream=0, step=7, code=3)
+    expected = -math.log(-math.log1p(-(bits + 0.5) * 2.0**-32))
+    assert noise([42], [7], 4)[0, 0, 3].item() == pytest.approx(expected, rel=1e-7)
+    golden = noise([0, 42], [0, 7], 3)[:, :, 2].flatten().tolist()
+    assert golden == pytest.approx(GOLDEN, rel=1e-7)
+    assert noise([42], [7], 1, "draft").item() == pytest.approx(GOLDEN_DRAFT, rel=1e-7)
+
+
+GOLDEN = [1.1223968267440796, 0.7361570596694946, 1.960249423980713, -0.9011839032173157]
+
+
+GOLDEN_DRAFT = -0.4641769826412201
+
+
+def splitmix(*, seed: int, stream: int, step: int, code: int) -> int:
+    """The upper 32 bits for one (seed, stream, step, code), in plain integers."""
+    gamma, word = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+    def mix(state: int) -> int:
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & word
+        return (state ^ state >> 27) * 0x94D049BB133111EB & word
+
+    key = mix(seed * 3 + stream + gamma & word)
+    key = mix((key ^ key >> 31) + (step + 1) * gamma & word)
+    return mix((key ^ key >> 31) + (code + 1) * gamma & word) >> 32
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("stream", STREAMS)
+def test_noise_is_the_same_on_every_device(stream: Stream) -> None:
+    seeds, steps = torch.tensor([0, 1, 2**62 - 1]), torch.arange(64).expand(3, -1)
+    assert torch.equal(gumbel(seeds, steps, 8193, stream), gumbel(seeds.cuda(), steps.cuda(), 8193, stream).cpu())

@@ -1,0 +1,223 @@
+"""Plans and shapes: what a plan cuts to, which fixed shape stands for it, the published tables, and envelopes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from underdraw.errors import ConfigError
+from underdraw.plan import MAX_EXPANDED, MAX_NODES, Shape, TreePlan
+from underdraw.policies.fixed import TABLES, Static, load_shape
+from underdraw.tree import envelope
+
+FAST = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+@st.composite
+def plans(draw: Any) -> TreePlan:
+    """Any plan that is legal, the largest included."""
+    depth = draw(st.integers(0, 40))
+    width = draw(st.integers(1, min(40, MAX_EXPANDED // max(depth, 1))))
+    return TreePlan(depth, width, draw(st.integers(1, 40)), draw(st.integers(depth + 1, MAX_NODES)))
+
+
+@st.composite
+def shapes(draw: Any, by_level: bool = True) -> tuple[int, ...]:
+    """Parents of every node, level by level, or in any order that puts a parent before its children."""
+    parents = [-1]
+    for node in range(1, draw(st.integers(1, 30))):
+        parents.append(draw(st.integers(max(parents[-1], 0) if by_level else 0, node - 1)))
+    return tuple(parents)
+
+
+def paths(parents: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """A shape whatever the order of its nodes: the ranks that lead to each of them."""
+    ranks: Counter[int] = Counter()
+    found: list[tuple[int, ...]] = []
+    for parent in parents:
+        found.append(() if parent < 0 else (*found[parent], ranks[parent]))
+        ranks[parent] += 1
+    return set(found)
+
+
+@FAST
+@given(shapes(by_level=False))
+def test_a_shape_knows_its_depths_ranks_and_levels(parents: tuple[int, ...]) -> None:
+    shape = Shape.of(parents)
+    assert shape.depths[0] == shape.ranks[0] == 0
+    for node, parent in enumerate(parents[1:], start=1):
+        assert shape.depths[node] == shape.depths[parent] + 1
+        assert shape.ranks[node] == sum(other == parent for other in parents[:node])
+    assert sorted(node for level in shape.levels for node in level) == list(range(len(parents)))
+    assert all(shape.depths[node] == depth for depth, level in enumerate(shape.levels) for node in level)
+
+
+@FAST
+@given(shapes(by_level=False))
+def test_the_plan_of_a_shape_holds_it(parents: tuple[int, ...]) -> None:
+    plan, shape = TreePlan.of(parents), Shape.of(parents)
+    assert plan.nodes == len(parents)
+    assert plan.depth == max(shape.depths)
+    assert plan.branch == max(max(Counter(parents[1:]).values(), default=1), 1)
+    assert plan.width >= max(len({parents[n] for n in level}) for level in shape.levels)
+    assert plan.shape is not None
+    assert paths(plan.shape) == paths(parents)
+
+
+def check_cut(plan: TreePlan, depth: int) -> None:
+    assert plan.shape is not None
+    cut = plan.cut(depth)
+    assert cut.shape is not None
+    assert paths(cut.shape) == {path for path in paths(plan.shape) if len(path) <= depth}
+    assert cut.nodes == len(cut.shape)
+    assert cut.depth == min(depth, plan.depth)
+
+
+@FAST
+@given(shapes(), st.integers(0, 8))
+def test_a_cut_shape_keeps_its_upper_levels(parents: tuple[int, ...], depth: int) -> None:
+    check_cut(TreePlan.of(parents), depth)
+
+
+@pytest.mark.parametrize("parents", [(-1, 0, 1, 2, 0, 4), (-1, 0, 1, 2, 0, 0, 4)])
+def test_a_cut_shape_keeps_its_upper_levels_in_any_order_of_nodes(parents: tuple[int, ...]) -> None:
+    """A shape from a file may list its nodes depth first."""
+    check_cut(TreePlan.of(parents), 2)
+
+
+@FAST
+@given(plans(), st.integers(0, 50))
+def test_a_cut_plan_is_no_larger_than_it_can_be(plan: TreePlan, depth: int) -> None:
+    cut = plan.cut(depth)
+    assert cut.depth == min(plan.depth, depth)
+    assert (cut.width, cut.branch) == (plan.width, plan.branch)
+    level, room = 1, 1
+    for _ in range(cut.depth):
+        level = min(level, plan.width) * plan.branch
+        room += level
+    assert cut.nodes == min(plan.nodes, room) if depth < plan.depth else cut == plan
+    assert cut.cut(depth) == cut
+
+
+def check_fixed(plan: TreePlan) -> None:
+    fixed = plan.fixed()
+    assert fixed.shape is not None
+    shape = Shape.of(fixed.shape)
+    assert fixed.nodes == len(fixed.shape) <= plan.nodes
+    assert fixed.depth <= plan.depth
+    assert fixed.branch <= plan.branch
+    assert list(shape.depths) == sorted(shape.depths), "level by level"
+    for level in shape.levels:
+        assert len({fixed.shape[node] for node in level}) <= plan.width, "no more nodes of a level are expanded"
+    assert fixed.fixed() == fixed
+
+
+@FAST
+@given(plans().filter(lambda plan: plan.nodes <= 40 and plan.depth * plan.nodes <= MAX_EXPANDED))
+def test_a_fixed_plan_is_within_the_plan(plan: TreePlan) -> None:
+    check_fixed(plan)
+
+
+@pytest.mark.parametrize("plan", [TreePlan(7, 11, 4, 128), TreePlan(10, 12, 12, 128), TreePlan(7, 11, 16, 128)])
+def test_every_legal_plan_has_a_fixed_shape(plan: TreePlan) -> None:
+    check_fixed(plan)
+
+
+@FAST
+@given(st.integers(1, 5), st.integers(1, 4))
+def test_a_fixed_plan_fills_its_budget(depth: int, branch: int) -> None:
+    full = sum(branch**level for level in range(depth + 1))
+    nodes = max(min(full, 40), depth + 1)
+    assert TreePlan(depth, 40, branch, nodes).fixed().nodes == min(nodes, full)
+
+
+# Nodes without the root, leaves, and nodes of each depth, as published.
+PUBLISHED = {
+    "mc_sim_7b_63": (25, 15, [4, 8, 8, 3, 2]),
+    "mc_sim_7b_63_balanced": (25, 16, [3, 8, 9, 3, 2]),
+    "naive_extend_57": (57, 33, [5, 13, 16, 14, 9]),
+    "medusa_2_7b_63": (63, 42, [10, 23, 23, 7]),
+    "reverse_balanced_25": (25, 15, [3, 4, 6, 5, 7]),
+}
+
+
+def test_all_published_tables_are_there() -> None:
+    assert set(TABLES) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_tables(name: str) -> None:
+    nodes, leaves, per_depth = PUBLISHED[name]
+    parents = load_shape(name)
+    shape = Shape.of(parents)
+    assert len(parents) - 1 == nodes
+    assert len(set(range(len(parents))) - set(parents)) == leaves
+    assert [len(level) for level in shape.levels[1:]] == per_depth
+    assert list(shape.depths) == sorted(shape.depths), "level by level, as the published tables are ordered"
+    assert (0,) * len(per_depth) in paths(parents), "the all-zeros path is the deepest"
+    plan = Static(name).plan(None, 0)  # type: ignore[arg-type]
+    assert (plan.nodes, plan.depth, plan.shape) == (nodes + 1, len(per_depth), parents)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_published_tables_can_be_cut(name: str, depth: int) -> None:
+    check_cut(TreePlan.of(load_shape(name)), depth)
+
+
+# Children of every node that has any, as published: the node is the ranks that lead to it.
+CHILDREN = {
+    "mc_sim_7b_63": "root 4, 0 3, 1 2, 2 2, 3 1, 00 3, 01 2, 02 2, 10 1, 000 3, 0000 2",
+    "mc_sim_7b_63_balanced": "root 3, 0 3, 1 3, 2 2, 00 3, 01 2, 10 2, 11 2, 000 3, 0000 2",
+    "naive_extend_57": "root 5, 0 4, 1 3, 2 3, 3 2, 4 1, 00 4, 01 3, 02 3, 03 2, 10 2, 11 1, 20 1, 000 4, 001 3, "
+    "002 2, 003 1, 010 2, 011 1, 020 1, 0000 3, 0001 2, 0010 2, 0011 1, 0020 1",
+    "medusa_2_7b_63": "root 10, 0 10, 1 5, 2 2, 3 2, 4 1, 5 1, 6 1, 7 1, 00 9, 01 4, 02 2, 03 1, 04 1, 05 1, 10 3, "
+    "11 1, 20 1, 000 4, 001 1, 002 1, 010 1",
+    "reverse_balanced_25": "root 3, 0 2, 1 1, 2 1, 00 3, 01 2, 10 1, 000 3, 001 2, 0000 4, 0001 3",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_tables_have_the_published_children(name: str) -> None:
+    found = Counter("".join(map(str, path[:-1])) or "root" for path in paths(load_shape(name)) if path)
+    assert found == {node: int(count) for node, count in (item.split() for item in CHILDREN[name].split(", "))}
+
+
+def test_a_shape_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps([-1, 0, 0, 1, 1, 2]))
+    plan = Static(str(file)).plan(None, 0)  # type: ignore[arg-type]
+    assert (plan.depth, plan.nodes, plan.branch) == (2, 6, 2)
+    assert plan.shape == (-1, 0, 0, 1, 1, 2)
+
+
+@FAST
+@given(st.lists(plans().filter(lambda plan: plan.depth <= 12 and plan.width <= 20), min_size=1, max_size=4))
+def test_an_envelope_holds_every_plan_and_no_more(group: list[TreePlan]) -> None:
+    found = envelope(group)
+    for name in ("depth", "width", "branch", "nodes"):
+        assert getattr(found, name) == max(getattr(plan, name) for plan in group)
+    assert envelope(group[:1]) == group[0]
+    assert envelope(group[::-1]) == found
+
+
+@FAST
+@given(shapes(), st.lists(st.integers(0, 8), min_size=1, max_size=4))
+def test_an_envelope_of_one_shape_cut_differently_is_the_longest_cut(parents: tuple[int, ...], cuts: list[int]) -> None:
+    plan = TreePlan.of(parents)
+    assert envelope([plan.cut(depth) for depth in cuts]) == plan.cut(max(cuts))
+
+
+def test_different_shapes_have_no_envelope() -> None:
+    with pytest.raises(ConfigError, match=r"share one tree shape.*batch size 1"):
+        envelope([TreePlan.of((-1, 0, 0)), TreePlan.of((-1, 0, 1))])
+
+
+def test_plans_are_keys() -> None:
+    assert len({TreePlan(3, 2, 2, 9), TreePlan(3, 2, 2, 9), TreePlan.of((-1, 0))}) == 2

@@ -1,0 +1,279 @@
+"""Policies are pure functions of (history, step), adjacency follows its rule to the letter, histories count right."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tables import TableDrafter, TableTarget, draw, tables
+
+from underdraw.drafters.forced import Forced
+from underdraw.history import History, Record, Step
+from underdraw.layout import Layout
+from underdraw.plan import TreePlan
+from underdraw.policies.adjacency import Adjacency
+from underdraw.policies.confidence import Confidence
+from underdraw.policies.fixed import Chain, NoTree
+from underdraw.registry import policies
+from underdraw.verifiers.exact import Exact
+
+PLAIN = Layout(3, 3, range(4, 12))
+ROW_ENDS = Layout(2, 3, range(4, 8), prologue=(1,), row_end=9, epilogue=(2,))
+SPECS = (
+    "none",
+    "chain:depth=4",
+    "static:shape=mc_sim_7b_63",
+    "confidence",
+    "adjacency",
+    "adjacency:init=vertical",
+    "adjacency:init=both",
+    "adjacency:init=random",
+)
+
+
+def set_cells(history: History, cells: dict[tuple[int, int], tuple[int, int, int]]) -> None:
+    """Pretend that trees of the given (depth, width, accepted) have produced some cells."""
+    for index, (cell, state) in enumerate(cells.items()):
+        step = history.layout.step(*cell)
+        history.tokens[step], history.tree[step] = history.layout.codes.start, index
+        history.depth[step], history.width[step], history.accepted[step] = state
+
+
+@st.composite
+def histories(draw: Any) -> History:
+    """A history with trees in some of its cells."""
+    history = History(draw(st.sampled_from([PLAIN, ROW_ENDS])), seed=draw(st.integers(0, 2**62 - 1)))
+    layout = history.layout
+    cells = [(row, col) for row in range(layout.height) for col in range(layout.width)]
+    depth = st.integers(0, 12)
+    state = st.tuples(depth, st.integers(1, 14), depth).map(lambda s: (s[0], s[1], min(s[0], s[2])))
+    set_cells(history, draw(st.dictionaries(st.sampled_from(cells), state)))
+    return history
+
+
+# ----------------------------------------------------------------------------------------------------------- purity
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(history=histories(), data=st.data())
+def test_same_history_same_plan_and_nothing_changes(spec: str, history: History, data: Any) -> None:
+    """Invariant 9."""
+    policy = policies.build(spec)
+    step = data.draw(st.integers(history.layout.start, history.layout.stop - 2))
+    before = copy.deepcopy(history)
+    state = np.random.get_state()[1].tolist()  # type: ignore[index]
+    plan = policy.plan(history, step)
+    policy.plan(before, history.layout.start)
+    assert policy.plan(before, step) == plan, "the same, whatever was asked in between"
+    assert policies.build(spec).plan(history, step) == plan
+    assert np.random.get_state()[1].tolist() == state, "no global randomness"  # type: ignore[index]
+    for name in ("tokens", "tree", "depth", "width", "nodes", "accepted", "rank"):
+        assert np.array_equal(getattr(history, name), getattr(before, name))
+    assert (history.seed, history.passes, history.seconds) == (before.seed, before.passes, before.seconds)
+
+
+@pytest.mark.parametrize("init", ["horizontal", "vertical", "both", "random"])
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(history=histories(), data=st.data())
+def test_adjacency_plans_come_from_a_finite_set(init: Any, history: History, data: Any) -> None:
+    """Invariant 7: whatever the history holds, depth and width stay within their bounds and the budget is fixed."""
+    policy = Adjacency(init=init, d_min=2, d_max=6, k_min=3, k_max=7, depth=4, width=5, nodes=20, l_d=3, l_k=2)
+    step = data.draw(st.integers(history.layout.start, history.layout.stop - 2))
+    plan = policy.plan(history, step)
+    assert plan in {TreePlan(d, k, k, 20) for d in range(2, 7) for k in range(3, 8)}
+
+
+# -------------------------------------------------------------------------------------------------------- adjacency
+
+
+@dataclass(frozen=True)
+class Case:
+    """The tree rooted at `root`, what produced the cells around it, and the (depth, width) that must follow."""
+
+    name: str
+    init: Any
+    root: tuple[int, int]
+    cells: dict[tuple[int, int], tuple[int, int, int]]
+    expected: tuple[int, int]
+
+
+LEFT, ABOVE, RIGHT, ROOT = (1, 0), (0, 1), (0, 2), (1, 1)
+CASES = [
+    # With l_d = 2, l_k = 3, beta = 0.5, depth 2..10, width 2..12, starting from 5 and 8.
+    Case("half accepted: deeper, narrower", "horizontal", ROOT, {LEFT: (4, 6, 2)}, (6, 3)),
+    Case("all accepted: deeper, narrower", "horizontal", ROOT, {LEFT: (4, 6, 4)}, (6, 3)),
+    Case("a quarter accepted: shallower, wider", "horizontal", ROOT, {LEFT: (4, 6, 1)}, (2, 9)),
+    Case("just below half: shallower, wider", "horizontal", ROOT, {LEFT: (7, 6, 3)}, (5, 9)),
+    Case("nothing accepted: shallower, wider", "horizontal", ROOT, {LEFT: (6, 4, 0)}, (4, 7)),
+    Case("deepest and narrowest", "horizontal", ROOT, {LEFT: (9, 3, 9)}, (10, 2)),
+    Case("shallowest and widest", "horizontal", ROOT, {LEFT: (3, 11, 0)}, (2, 12)),
+    Case("a tree without depth counts as accepted", "horizontal", ROOT, {LEFT: (0, 8, 0)}, (2, 5)),
+    Case(
+        "horizontal looks left alone", "horizontal", ROOT, {LEFT: (4, 6, 4), ABOVE: (9, 2, 0), ROOT: (9, 2, 0)}, (6, 3)
+    ),
+    Case("vertical looks up alone", "vertical", ROOT, {LEFT: (9, 2, 0), ABOVE: (4, 6, 4), ROOT: (9, 2, 0)}, (6, 3)),
+    Case("both: the mean of three", "both", ROOT, {LEFT: (4, 6, 4), ABOVE: (6, 7, 0), RIGHT: (8, 8, 8)}, (8, 4)),
+    Case("both: the mean of the rates", "both", ROOT, {LEFT: (4, 6, 4), ABOVE: (6, 7, 0), RIGHT: (8, 8, 0)}, (4, 10)),
+    Case("both: without above-right", "both", (1, 2), {(1, 1): (4, 6, 0), (0, 2): (6, 8, 0)}, (3, 10)),
+    Case("both: the first row has a left only", "both", (0, 1), {(0, 0): (4, 6, 0), (0, 1): (9, 3, 9)}, (2, 9)),
+    Case("left edge: the tree before stands in", "horizontal", (1, 0), {(0, 2): (4, 6, 0), (1, 0): (5, 5, 5)}, (7, 2)),
+    Case("top edge: the tree before stands in", "vertical", (0, 2), {(0, 1): (4, 6, 0), (0, 2): (5, 5, 0)}, (3, 8)),
+    Case("a neighbour that no tree produced", "horizontal", (0, 1), {(0, 1): (6, 6, 0)}, (4, 9)),
+    Case("both at the corner: the tree before", "both", (0, 0), {(0, 0): (6, 6, 6)}, (8, 3)),
+    Case("the very start: the defaults, as if half accepted", "horizontal", (0, 0), {}, (7, 5)),
+    Case("the very start, vertical", "vertical", (0, 0), {}, (7, 5)),
+    Case("the very start, both", "both", (0, 0), {}, (7, 5)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_adjacency_follows_the_rule(case: Case) -> None:
+    history = History(PLAIN)
+    set_cells(history, case.cells)
+    plan = Adjacency(init=case.init, l_d=2, l_k=3).plan(history, PLAIN.step(*case.root))
+    assert (plan.depth, plan.width) == case.expected
+    assert (plan.branch, plan.nodes, plan.shape) == (plan.width, 59, None)
+
+
+@pytest.mark.parametrize(("beta", "expected"), [(0.0, (5, 7)), (0.25, (5, 7)), (0.26, (3, 9)), (1.0, (3, 9))])
+def test_beta_is_the_share_that_makes_a_tree_deeper(beta: float, expected: tuple[int, int]) -> None:
+    history = History(PLAIN)
+    set_cells(history, {LEFT: (4, 8, 1)})
+    plan = Adjacency(beta=beta).plan(history, PLAIN.step(*ROOT))
+    assert (plan.depth, plan.width) == expected
+
+
+def test_a_root_that_is_a_row_end_starts_from_the_tree_that_drew_it() -> None:
+    history = History(ROW_ENDS)
+    step = ROW_ENDS.step(0, 2) + 1
+    assert Adjacency().plan(history, step) == TreePlan(6, 7, 7, 59)
+    history.tree[step], history.depth[step], history.width[step], history.accepted[step] = 3, 8, 4, 0
+    assert Adjacency().plan(history, step) == TreePlan(7, 5, 5, 59)
+
+
+def test_random_initialisation_looks_at_seed_and_step_alone() -> None:
+    policy = Adjacency(init="random")
+    empty, full = History(PLAIN, seed=3), History(PLAIN, seed=3)
+    set_cells(full, {LEFT: (9, 3, 9), ROOT: (2, 2, 0)})
+    steps = range(PLAIN.stop - 1)
+    assert [policy.plan(empty, step) for step in steps] == [policy.plan(full, step) for step in steps]
+    seen = {policy.plan(History(PLAIN, seed=seed), step) for seed in range(40) for step in steps}
+    assert {plan.depth for plan in seen} == set(range(2, 11)), "every depth occurs"
+    assert {plan.width for plan in seen} == set(range(2, 13)), "every width occurs"
+
+
+# --------------------------------------------------------------------------------------------------- fixed policies
+
+
+@pytest.mark.parametrize("layout", [PLAIN, ROW_ENDS], ids=["plain", "row-ends"])
+def test_none_drafts_forced_tokens_alone(layout: Layout) -> None:
+    """Plain autoregression: one code a pass, and row ends cost nothing."""
+    for step in range(layout.start, layout.stop - 1):
+        depth = int(layout.cell(step + 1) is None)
+        assert NoTree().plan(History(layout), step) == TreePlan(depth, 1, 1, depth + 1)
+    target, draft = tables(layout, seed=0)
+    for drafter in (Forced(), TableDrafter(draft)):
+        _, done = draw(TableTarget(target), drafter, NoTree(), Exact(), layout, [0, 1])
+        assert [history.passes for history in done] == [layout.cells - 1] * 2
+
+
+def test_sizes_of_the_policies_that_do_not_look() -> None:
+    history = History(PLAIN)
+    assert Confidence().plan(history, 0) == TreePlan(5, 10, 10, 59)
+    assert Confidence(depth=3, top_k=4, nodes=20).plan(history, 4) == TreePlan(3, 4, 4, 20)
+    assert Chain(depth=7).plan(history, 0) == TreePlan(7, 1, 1, 8)
+
+
+# ---------------------------------------------------------------------------------------------------------- history
+
+
+def worked() -> History:
+    """Steps 0: prologue; 1-3, 5-7: cells; 4, 8: row ends; 9: epilogue. Three passes after the first token."""
+    history = History(ROW_ENDS)
+    history.begin(5)
+    history.write(Step(0, 0, 1, 1, TreePlan(3, 2, 2, 7), (6, 7), (1,), 0.5))
+    history.write(Step(1, 0, 3, 2, TreePlan(2, 4, 4, 9), (9, 4, 5), (0, 0), 0.25))
+    history.write(Step(2, 0, 6, 0, TreePlan(0, 1, 1, 1), (7,), (), 0.125))
+    return history
+
+
+def test_history_records_what_was_written() -> None:
+    history = worked()
+    assert history.tokens.tolist() == [1, 5, 6, 7, 9, 4, 5, 7, 9, 2]
+    assert history.tree.tolist() == [-2, -2, 0, 0, 1, 1, 1, 2, -2, -2]
+    assert history.depth.tolist() == [0, 0, 3, 3, 2, 2, 2, 0, 0, 0]
+    assert history.width.tolist() == [0, 0, 2, 2, 4, 4, 4, 1, 0, 0]
+    assert history.nodes.tolist() == [0, 0, 7, 7, 9, 9, 9, 1, 0, 0]
+    assert history.accepted.tolist() == [0, 0, 1, 1, 2, 2, 2, 0, 0, 0]
+    assert history.rank.tolist() == [-1, -1, 1, -1, 0, 0, -1, -1, -1, -1]
+
+
+def test_history_sums() -> None:
+    """Invariant 10: six raster tokens in three passes, the prompt's own token left out."""
+    history = worked()
+    assert history.passes == 3
+    assert history.tokens_per_pass == 2.0
+    assert history.mean_depth == pytest.approx(5 / 3)
+    assert history.mean_nodes == pytest.approx(17 / 3)
+    assert history.seconds == 0.875
+    assert history.done
+
+
+def test_history_maps_are_pictures() -> None:
+    history = worked()
+    assert history.map("tree").tolist() == [[-2, 0, 0], [1, 1, 2]]
+    assert history.map("accepted").tolist() == [[0, 1, 1], [2, 2, 0]]
+    assert history.map("depth").tolist() == [[0, 3, 3], [2, 2, 0]]
+    assert history.map("tokens").tolist() == [[5, 6, 7], [4, 5, 7]]
+
+
+def test_history_at_gives_the_tree_of_a_step() -> None:
+    history = worked()
+    assert history.at(2) == history.at(3) == Record(3, 2, 1)
+    assert history.at(4) == Record(2, 4, 2)
+    assert history.at(7) == Record(0, 1, 0)
+    assert [history.at(step) for step in (-1, 0, 1, 8, 9, 10)] == [None] * 6
+
+
+def test_history_knows_how_far_it_is() -> None:
+    history = History(ROW_ENDS)
+    assert (history.next_step, history.done, history.passes) == (1, False, 0)
+    assert math.isnan(history.tokens_per_pass)
+    assert math.isnan(history.mean_depth)
+    history.begin(5)
+    assert (history.next_step, history.done) == (2, False)
+    history.write(Step(0, 0, 1, 1, TreePlan(3, 2, 2, 7), (6, 7), (1,), 0.5))
+    assert (history.next_step, history.done) == (4, False)
+    assert history.at(4) is None
+    assert worked().next_step == ROW_ENDS.steps
+
+
+def test_an_image_of_one_cell_is_done_at_once() -> None:
+    history = History(Layout(1, 1, range(4, 8), row_end=9, epilogue=(2, 3)))
+    history.begin(6)
+    assert history.done
+    assert history.tokens.tolist() == [6, 9, 2, 3]
+
+
+@pytest.mark.parametrize(("record", "rate"), [((4, 1, 1), 0.25), ((4, 9, 4), 1.0), ((0, 1, 0), 1.0), ((5, 1, 0), 0.0)])
+def test_the_rate_is_the_accepted_share_of_the_depth(record: tuple[int, int, int], rate: float) -> None:
+    assert Record(*record).rate == rate
+
+
+@pytest.mark.parametrize(
+    "module", ["underdraw", "underdraw.history", "underdraw.policies.adjacency", "underdraw.policies.confidence",
+               "underdraw.policies.fixed", "underdraw.registry", "underdraw.layout", "underdraw.plan"],
+)  # fmt: skip
+def test_imports_without_torch(module: str) -> None:
+    """Policies and records never import torch, and `import underdraw` stays light."""
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -67,6 +67,7 @@ class Outcome:
     tree: DraftTree
     verdict: Verdict
     output: Output
+    draws: Draws
     counts: Tensor  # (B,) committed nodes, the root included; 0 for an image that is finished
     known: tuple[int, ...]  # the same on the host
 

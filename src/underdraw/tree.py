@@ -47,7 +47,6 @@ class Verdict:
     path: Tensor  # (B, D) node indices from the root down; entries past `length` are 0
     length: Tensor  # (B,) drafted nodes on the path
     next_token: Tensor  # (B,) token ids
-    choices: Tensor  # (B, N) the token that the target chose at each node; -1 where the verifier did not ask
 
     def narrow(self, length: int) -> Verdict:
         """The same verdict when no path is longer than `length`."""

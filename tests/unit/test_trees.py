@@ -17,7 +17,19 @@ from underdraw.layout import Layout
 from underdraw.plan import Shape, TreePlan
 from underdraw.registry import policies
 from underdraw.sampling import Draws, Sampler
-from underdraw.tree import DraftTree, Expand, Level, Limits, Proposal, ancestry, chain, envelope, grow, only_root
+from underdraw.tree import (
+    DraftTree,
+    Expand,
+    Level,
+    Limits,
+    Proposal,
+    Verdict,
+    ancestry,
+    chain,
+    envelope,
+    grow,
+    only_root,
+)
 from underdraw.verifiers.exact import Exact, agree
 
 PROPOSALS: tuple[Proposal, ...] = ("coupled", "topk", "sampled")
@@ -283,6 +295,11 @@ def walk(tree: DraftTree, choices: Tensor, row: int) -> tuple[list[int], int]:
         path.append(steps[0])
 
 
+def agreed(tree: DraftTree, choices: Tensor) -> Verdict:
+    """`agree` with the choices (B, N) of all nodes known beforehand."""
+    return agree(tree, tree.size, lambda node, depth: choices.gather(1, node[:, None])[:, 0])
+
+
 @FAST
 @given(st.one_of(grown(), grown(shaped=True)), st.integers(0, 10**6))
 def test_agree_matches_a_slow_walk(result: Grown, seed: int) -> None:
@@ -291,11 +308,11 @@ def test_agree_matches_a_slow_walk(result: Grown, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     pick = torch.randint(tree.size, tree.tokens.shape, generator=generator)
     choices = tree.tokens.gather(1, pick)
-    verdict = agree(tree, choices)
+    verdict = agreed(tree, choices)
     for row in range(tree.tokens.shape[0]):
         path, next_token = walk(tree, choices, row)
         assert verdict.length[row] == len(path) - 1
-        assert verdict.path[row].tolist() == path + [0] * (tree.size - len(path))
+        assert verdict.path[row].tolist() == path + [0] * (verdict.path.shape[1] - len(path))
         assert verdict.next_token[row] == next_token
         assert (tree.depths[row, path] >= 0).all()
     narrow = verdict.narrow(int(verdict.length.max()))
@@ -304,7 +321,7 @@ def test_agree_matches_a_slow_walk(result: Grown, seed: int) -> None:
 
 def test_padding_never_wins() -> None:
     tree = chain(torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]), torch.tensor([1, 3]))
-    verdict = agree(tree, torch.tensor([[6, 7, 8, 9], [6, 7, 8, 9]]))
+    verdict = agreed(tree, torch.tensor([[6, 7, 8, 9], [6, 7, 8, 9]]))
     assert verdict.length.tolist() == [1, 3]
     assert verdict.next_token.tolist() == [7, 9]
     assert verdict.path.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]

@@ -74,8 +74,7 @@ class JacobiSession:
 
     def commit(self, outcome: Outcome) -> None:
         """Keep what the target chose at each node of the chain as the guess for the step after it."""
-        choices = outcome.verdict.choices  # (B, N)
-        order = torch.arange(choices.shape[1], device=choices.device)
-        steps = self.steps[:, None] + order + 1
-        known = (choices >= 0) & (outcome.tree.depths >= 0)
-        self.guess.scatter_(1, steps, torch.where(known, choices, self.guess.gather(1, steps)))
+        depths = outcome.tree.depths  # (B, N)
+        choices = self.layout.tokens(outcome.draws.choose(outcome.output.logits, depths + 1))
+        steps = self.steps[:, None] + 1 + torch.arange(depths.shape[1], device=depths.device)
+        self.guess.scatter_(1, steps, torch.where(depths >= 0, choices, self.guess.gather(1, steps)))

@@ -77,7 +77,7 @@ def decode(
         committed = verdict.length + 1
         if not all(live):
             committed = committed * torch.tensor(live, device=device)
-        outcome = Outcome(tree, verdict.narrow(max(counts) - 1), output, committed, tuple(counts))
+        outcome = Outcome(tree, verdict.narrow(max(counts) - 1), output, draws, committed, tuple(counts))
         session.commit(outcome)
         draft.commit(outcome)
         root, steps = verdict.next_token, steps + committed

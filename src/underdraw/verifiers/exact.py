@@ -6,14 +6,16 @@ plain autoregression, for every drafter and tree, greedy and sampling alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from underdraw.sampling import Draws
+from underdraw.sampling import Draws, first_best
 from underdraw.tree import DraftTree, Proposal, Verdict
+from underdraw.verifiers.trail import Trail
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +25,30 @@ class Exact:
     proposals: ClassVar[tuple[Proposal, ...]] = ("coupled", "topk", "sampled")
 
     def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
-        """logits (B, N, K) of every node."""
-        columns = draws.choose(logits, tree.depths + 1)  # (B, N)
-        return agree(tree, draws.sampler.layout.tokens(columns))
+        """logits (B, N, K) of every node; only those on the path are looked at."""
+        rows = torch.arange(logits.shape[0], device=logits.device)
+
+        def choose(node: Tensor, depth: int) -> Tensor:
+            scores = draws.level_scores(logits[rows, node, None], depth)  # (B, 1, columns)
+            return draws.sampler.layout.tokens(first_best(scores)[:, 0])
+
+        return agree(tree, draws.steps.shape[1], choose)
 
 
-def agree(tree: DraftTree, choices: Tensor) -> Verdict:
-    """The path of nodes whose tokens are the choices (B, N) made at their parents."""
-    hit = tree.tokens == choices.gather(1, tree.parents.clamp(min=0))
-    hit &= tree.depths > 0
-    hit[:, 0] = True
-    on_path = ~(tree.ancestors & ~hit[:, None]).any(-1)  # (B, N): the node and all its ancestors were hit
-    return verdict(tree, on_path, choices)
+def agree(tree: DraftTree, reach: int, choose: Callable[[Tensor, int], Tensor]) -> Verdict:
+    """Walk down while a child carries the target's choice.
 
-
-def verdict(tree: DraftTree, on_path: Tensor, choices: Tensor) -> Verdict:
-    """The verdict for the nodes (B, N) of one path from the root, given what the target chose at each node."""
-    batch, size = on_path.shape
-    length = on_path.sum(-1) - 1
-    index = torch.arange(size, device=on_path.device).expand(batch, size)
-    # Nodes off the path write into a place that is cut off again.
-    place = torch.where(on_path, tree.depths, size)
-    path = torch.zeros(batch, size + 1, dtype=torch.int64, device=on_path.device).scatter_(1, place, index)
-    last = path.gather(1, length[:, None])
-    return Verdict(path[:, :size] * (index <= length[:, None]), length, choices.gather(1, last)[:, 0], choices)
+    `choose` gives the token (B,) of depth `depth` that the target chooses at a node (B,); `reach` is the deepest.
+    """
+    trail = Trail(tree)
+    index = torch.arange(tree.size, device=tree.tokens.device)
+    below = tree.depths > 0
+    token = choose(trail.node, 1)
+    for depth in range(1, reach):
+        hit = (tree.parents == trail.node[:, None]) & (tree.tokens == token[:, None]) & below
+        child = (hit * index).amax(1)  # 0, the root, is nobody's child
+        trail.step(child, child > 0)
+        if trail.ended():
+            break
+        token = torch.where(trail.walking, choose(trail.node, depth + 1), token)
+    return trail.verdict(token)

@@ -22,7 +22,7 @@ from torch import Tensor
 from underdraw.errors import ConfigError
 from underdraw.sampling import Draws
 from underdraw.tree import DraftTree, Proposal, Verdict
-from underdraw.verifiers.exact import verdict
+from underdraw.verifiers.trail import Trail
 from underdraw.verifiers.walk import child_table, target_laws, walk
 
 
@@ -79,26 +79,24 @@ class Lantern:
 
     def _greedy(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
         """Accept the first child that is the most likely code once its neighbours' mass is its own."""
-        batch, size = tree.tokens.shape
-        rows = torch.arange(batch, device=logits.device)
+        rows = torch.arange(tree.tokens.shape[0], device=logits.device)
         scaled = draws.scaled(logits, tree.depths + 1)
         laws, table = scaled.double().softmax(-1), child_table(tree)
         columns = draws.sampler.layout.columns_of(tree.tokens)
-        node = torch.zeros(batch, dtype=torch.int64, device=logits.device)
-        on_path = torch.zeros(batch, size, dtype=torch.bool, device=logits.device)
-        walking = torch.ones_like(on_path[:, 0])
-        on_path[:, 0] = True
+        trail = Trail(tree)
         for _ in range(1, draws.steps.shape[1]):
-            here, moved = node, torch.zeros_like(walking)
+            here = next_node = trail.node
+            moved = torch.zeros_like(trail.walking)
             for rank in range(table.shape[2]):
                 child = table[rows, here, rank]
                 x = columns[rows, child.clamp(min=0)]
                 best = self.relax(laws[rows, here], x).argmax(-1) == x
-                accepted = walking & ~moved & (child >= 0) & best
-                node, moved = torch.where(accepted, child, node), moved | accepted
-            walking = walking & moved
-            on_path[rows, node] = True
-        return verdict(tree, on_path, draws.sampler.layout.tokens(scaled.argmax(-1)))
+                accepted = ~moved & (child >= 0) & best
+                next_node, moved = torch.where(accepted, child, next_node), moved | accepted
+            trail.step(next_node, moved)
+            if trail.ended():
+                break
+        return trail.verdict(draws.sampler.layout.tokens(scaled[rows, trail.node].argmax(-1)))
 
 
 def nearest(codebook: Tensor, k: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from underdraw.sampling import Draws
 from underdraw.tree import DraftTree, Verdict
-from underdraw.verifiers.exact import verdict
+from underdraw.verifiers.trail import Trail
 
 Relax = Callable[[Tensor, Tensor], Tensor]
 """(p (B, columns), x (B,) columns) -> p' (B, columns)."""
@@ -23,48 +23,35 @@ Relax = Callable[[Tensor, Tensor], Tensor]
 
 def walk(tree: DraftTree, laws: Tensor, draws: Draws, relax: Relax) -> Verdict:
     """Walk down B trees at once; `laws` (B, N, columns) is the target's law at every node."""
-    batch, size = tree.tokens.shape
-    device = tree.tokens.device
-    rows = torch.arange(batch, device=device)
+    rows = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)
     table = child_table(tree)  # (B, N, branch)
     uniform = draws.uniform(table.shape[2])  # (B, reach, branch)
     columns = draws.sampler.layout.columns_of(tree.tokens)
-    node = torch.zeros(batch, dtype=torch.int64, device=device)
-    law = laws[:, 0]
-    walking = torch.ones(batch, dtype=torch.bool, device=device)
-    on_path = torch.zeros(batch, size, dtype=torch.bool, device=device)
-    on_path[:, 0] = True
+    trail, law = Trail(tree), laws[:, 0]
     for depth in range(1, draws.steps.shape[1]):
-        here, moved = node, torch.zeros_like(walking)
+        here = next_node = trail.node
+        moved = torch.zeros_like(trail.walking)
         q = None if tree.q is None else tree.q[rows, here]  # (B, columns)
         for rank in range(table.shape[2]):
             child = table[rows, here, rank]
-            trying = walking & ~moved & (child >= 0)
             x = columns[rows, child.clamp(min=0)]
             draft = torch.zeros_like(law).scatter_(1, x[:, None], 1.0) if q is None else q
             wanted = relax(law, x)
-            trying = trying & (draft[rows, x] > 0)  # its chance was too small for a float: neither tried nor subtracted
+            # A child whose chance was too small for a float is neither tried nor subtracted.
+            trying = trail.walking & ~moved & (child >= 0) & (draft[rows, x] > 0)
             accepted = trying & (uniform[:, depth - 1, rank] * draft[rows, x] < wanted[rows, x])
             law = torch.where((trying & ~accepted)[:, None], _residual(wanted, draft), law)
             if q is not None:
                 q = _normalised(q.scatter(1, x[:, None], 0.0))
-            node, moved = torch.where(accepted, child, node), moved | accepted
-        walking = walking & moved
-        law = torch.where(walking[:, None], laws[rows, node], law)
-        on_path[rows, node] = True
-    return _conclude(tree, on_path, node, law, draws)
-
-
-def _conclude(tree: DraftTree, on_path: Tensor, node: Tensor, law: Tensor, draws: Draws) -> Verdict:
-    """Draw the next token from what is left of the law at the last node."""
-    rows = torch.arange(node.shape[0], device=node.device)
+            next_node, moved = torch.where(accepted, child, next_node), moved | accepted
+        trail.step(next_node, moved)
+        law = torch.where(trail.walking[:, None], laws[rows, trail.node], law)
+        if trail.ended():
+            break
     score = law.log()
-    if draws.noise is not None:
-        score = score + draws.noise[rows, tree.depths[rows, node]]
-    token = draws.sampler.layout.tokens(score.argmax(-1))
-    choices = torch.full_like(tree.tokens, -1)
-    choices[rows, node] = token
-    return verdict(tree, on_path, choices)
+    if draws.noise is not None:  # what is left of the law is drawn from with the noise of the step it is for
+        score = score + draws.noise[rows, tree.depths[rows, trail.node]]
+    return trail.verdict(draws.sampler.layout.tokens(score.argmax(-1)))
 
 
 def child_table(tree: DraftTree) -> Tensor:

@@ -40,7 +40,7 @@ class Calibration:
         """
         count = scores.shape[-1]
         weight = (scores - scores[..., :1]) * self.slope
-        if any(self.biases):
+        if self.biases != (0.0,):
             biases = (self.biases + self.biases[-1:] * count)[:count]
             weight = weight + constant(biases, scores.dtype, scores.device)
         total = weight.exp().sum(-1, keepdim=True)

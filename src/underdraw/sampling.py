@@ -25,6 +25,7 @@ Stream = Literal["target", "draft", "accept"]
 _STREAMS: dict[Stream, int] = {"target": 0, "draft": 1, "accept": 2}
 _HEIGHT = 32  # rows that `best` folds a row of scores into; a power of 2
 _BLOCK = 64  # columns that `first_best` looks at together
+_AHEAD = 16  # steps whose noise is drawn together
 _CHUNK = 16  # nodes whose scores stay in a processor's cache
 # The additive constant and multipliers of the splitmix64 generator, as signed 64-bit integers.
 _GAMMA, _MULTIPLY_1, _MULTIPLY_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
@@ -115,9 +116,12 @@ class Sampler:
             return Draws(self, steps, None)
         if before is None or before.noise is None or moved is None:
             return Draws(self, steps, gumbel(self.seeds, steps, self.layout.columns))
-        old = before.noise[:, moved : moved + reach]
-        new = gumbel(self.seeds, steps[:, old.shape[1] :], self.layout.columns)
-        return Draws(self, steps, torch.cat([old, new], dim=1))
+        noise = before.noise[:, moved:]
+        missing = reach - noise.shape[1]
+        if missing > 0:  # some more than needed: drawing a row costs less than asking for it
+            ahead = steps[:, -missing, None] + torch.arange(max(missing, _AHEAD), device=roots.device)
+            noise = torch.cat([noise, gumbel(self.seeds, ahead, self.layout.columns)], dim=1)
+        return Draws(self, steps, noise.contiguous())
 
     def random_tokens(self, steps: Tensor) -> Tensor:
         """A uniform random code for each image, as a token: (B,) steps -> (B,)."""
@@ -150,11 +154,11 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The noise of the steps that one tree can reach: row d - 1 belongs to the nodes at depth d."""
+    """The noise of the steps that one tree can reach, and maybe of some more: row d - 1 belongs to depth d."""
 
     sampler: Sampler
     steps: Tensor  # (B, reach)
-    noise: Tensor | None  # (B, reach, columns), None when greedy
+    noise: Tensor | None  # (B, >= reach, columns), None when greedy
 
     def scores(self, logits: Tensor, depths: Tensor) -> Tensor:
         """Scores whose argmax is the sample: logits (B, N, K) of nodes that choose a token of depth `depths` (B, N).
@@ -164,8 +168,8 @@ class Draws:
         scaled = self.scaled(logits, depths)
         if self.noise is None:
             return scaled
-        batch, reach, columns = self.noise.shape
-        row = (depths - 1).clamp(0, reach - 1) + torch.arange(0, batch * reach, reach, device=depths.device)[:, None]
+        batch, drawn, columns = self.noise.shape
+        row = (depths - 1).clamp(0, drawn - 1) + torch.arange(0, batch * drawn, drawn, device=depths.device)[:, None]
         return self.noise.view(-1, columns).index_select(0, row.flatten()).view_as(scaled).add_(scaled)
 
     def choose(self, logits: Tensor, depths: Tensor) -> Tensor:
@@ -222,7 +226,7 @@ def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     stripes, rest = divmod(scores.shape[-1], _HEIGHT)
     if rest or stripes < 4 * count:
         return scores.topk(count, dim=-1)
-    folded = scores.unflatten(-1, (_HEIGHT, stripes))
+    folded = scores.reshape(*scores.shape[:-1], _HEIGHT, stripes)
     chosen = folded.amax(-2).topk(count, dim=-1).indices  # (..., count)
     index = chosen[..., None].expand(*chosen.shape, _HEIGHT)
     values, place = folded.transpose(-1, -2).gather(-2, index).flatten(-2).topk(count, dim=-1)

@@ -163,12 +163,12 @@ def chain(tokens: Tensor, lengths: Tensor | None = None) -> DraftTree:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """All nodes that a best-first growth looks at, level by level, each level parent by parent."""
+    """All nodes that a best-first growth looks at: the root, then level by level, each level parent by parent."""
 
     depths: Tensor  # (P,)
     ranks: Tensor  # (P,)
-    parents: Tensor  # (P,) which expanded node is the parent, counted over all levels
-    width: tuple[int, ...]  # expanded nodes a level, from the root's on
+    parents: Tensor  # (P,) which expanded node is the parent, counted over all levels; the root is its own
+    widths: tuple[int, ...]  # expanded nodes a level, from the root's on
 
     @classmethod
     @functools.lru_cache(maxsize=1024)
@@ -176,12 +176,12 @@ class _Pool:
         widths = [1]
         for _ in range(depth - 1):
             widths.append(min(width, widths[-1] * branch))
-        expanded = torch.repeat_interleave(torch.arange(depth), torch.tensor(widths))  # level of each expanded node
-        parents = torch.arange(sum(widths)).repeat_interleave(branch)
-        ranks = torch.arange(branch).repeat(sum(widths))
-        return cls(
-            (expanded + 1).repeat_interleave(branch).to(device), ranks.to(device), parents.to(device), tuple(widths)
-        )
+        level = torch.repeat_interleave(torch.arange(depth), torch.tensor(widths))  # of each expanded node
+        root = torch.zeros(1, dtype=torch.int64)
+        depths = torch.cat([root, (level + 1).repeat_interleave(branch)])
+        ranks = torch.cat([root, torch.arange(branch).repeat(len(level))])
+        parents = torch.cat([root, torch.arange(len(level)).repeat_interleave(branch)])
+        return cls(depths.to(device), ranks.to(device), parents.to(device), tuple(widths))
 
 
 def _grow_best(
@@ -194,14 +194,16 @@ def _grow_best(
     limits: Limits | None,
 ) -> DraftTree:
     """Expand the most promising `width` nodes a level, then keep the best `nodes` of all that were seen."""
-    batch, device, layout = root.shape[0], root.device, draws.sampler.layout
+    device, layout = root.device, draws.sampler.layout
     branch = min(plan.branch, layout.columns)
     pool = _Pool.of(plan.depth, plan.width, branch, device)
-    level = Level(0, root[:, None], torch.zeros(batch, 1, dtype=torch.int64, device=device))
+    place = torch.zeros_like(root)[:, None]  # (B, W) of the nodes of the level in the pool
+    level = Level(0, root[:, None], place)
     reached: Tensor | None = None  # (B, W, 1) log chance that the target comes by the nodes of the level
-    columns, chances, places = [], [], [torch.full_like(level.parents, -1)]  # a place is in the pool; -1 is the root
-    seen = 0
-    for depth, width in enumerate(pool.width, start=1):
+    tokens, places = [level.tokens], [place]
+    chances = [torch.full_like(root, torch.inf, dtype=torch.float32)[:, None]]  # the root is always kept
+    seen = 1
+    for depth, width in enumerate(pool.widths, start=1):
         logits = expand(level)
         column, chance, _ = children(logits, depth, branch, draws, proposal)  # (B, W, k)
         if proposal == "coupled" and calibration is not None:
@@ -211,52 +213,49 @@ def _grow_best(
         if reached is not None:
             chance = chance + reached
         if limits is not None:
-            closed = (pool.ranks[:branch] >= limits.branch[:, None]) | (depth > limits.depth)[:, None]  # (B, k)
+            ranks = torch.arange(branch, device=device)
+            closed = (ranks >= limits.branch[:, None]) | (depth > limits.depth)[:, None]  # (B, k)
             chance = chance.masked_fill(closed[:, None], -torch.inf)
-        columns.append(column.flatten(1))
+        tokens.append(layout.tokens(column.flatten(1)))
         chances.append(chance.flatten(1))
         if depth == plan.depth:
             break
-        reached, place = chances[-1].topk(pool.width[depth], dim=-1)  # (B, W')
+        count = pool.widths[depth]
+        reached, best_of = chances[-1].topk(count, dim=-1)  # (B, W')
         if limits is not None:
-            narrow = torch.arange(pool.width[depth], device=device) >= limits.width[:, None]
+            narrow = torch.arange(count, device=device) >= limits.width[:, None]
             reached = reached.masked_fill(narrow, -torch.inf)
         reached = reached[..., None]
-        level = Level(depth, layout.tokens(columns[-1].gather(1, place)), pool.parents[place])
-        places.append(place + seen)
+        level = Level(depth, tokens[-1].gather(1, best_of), torch.take(pool.parents[1:], best_of))
+        places.append(best_of + seen)
         seen += width * branch
-    tokens = layout.tokens(torch.cat(columns, dim=1))
-    return _keep(root, plan, pool, tokens, torch.cat(chances, dim=1), torch.cat(places, dim=1), limits)
+    joined = (torch.cat(parts, dim=1) for parts in (tokens, chances, places))
+    return _keep(plan, pool, limits, *joined)
 
 
 def _keep(
-    root: Tensor, plan: TreePlan, pool: _Pool, tokens: Tensor, chance: Tensor, places: Tensor, limits: Limits | None
+    plan: TreePlan, pool: _Pool, limits: Limits | None, tokens: Tensor, chance: Tensor, places: Tensor
 ) -> DraftTree:
     """The best nodes of a pool of tokens (B, P) as a tree; places (B, E) in the pool of the nodes that were expanded.
 
     A stable sort keeps a parent, which comes first in the pool, before a child of equal chance.
     """
-    batch, device = root.shape[0], root.device
-    count = min(plan.nodes - 1, tokens.shape[1])
-    ordered, order = chance.sort(dim=-1, descending=True, stable=True)
-    order = order[:, :count]
-    ordered = ordered[:, :count]
-    index = torch.arange(1, count + 1, device=device)
+    count = min(plan.nodes, tokens.shape[1])
+    chance, order = (part[:, :count] for part in chance.sort(dim=-1, descending=True, stable=True))
+    index = torch.arange(count, device=tokens.device)
     if limits is not None:
-        ordered = ordered.masked_fill(index >= limits.nodes[:, None], -torch.inf)
+        chance = chance.masked_fill(index >= limits.nodes[:, None], -torch.inf)
     kept, by_place = order.sort(dim=-1)  # (B, count) pool places in the order of growth
-    padding = ordered.gather(1, by_place).isinf()
-    new_place = torch.zeros(batch, tokens.shape[1] + 1, dtype=torch.int64, device=device)  # the pool's -1 becomes 0
-    new_place.scatter_(1, kept + 1, index.expand(batch, -1))
-    parents = new_place.gather(1, places.gather(1, pool.parents[kept]) + 1)
-    pad = torch.nn.functional.pad
-    parents = pad(parents.masked_fill(padding, 0), (1, 0), value=-1)
+    padding = chance.gather(1, by_place) == -torch.inf
+    new_place = torch.zeros_like(tokens).scatter_(1, kept, index.expand_as(kept))
+    parents = new_place.gather(1, places.gather(1, torch.take(pool.parents, kept))).masked_fill_(padding, 0)
+    parents[:, 0] = -1
     return DraftTree(
-        torch.cat([root[:, None], tokens.gather(1, kept)], 1),
+        tokens.gather(1, kept),
         parents,
-        pad(pool.depths[kept].masked_fill(padding, -1), (1, 0)),
+        torch.take(pool.depths, kept).masked_fill_(padding, -1),
         ancestry(parents, plan.depth),
-        pad(pool.ranks[kept], (1, 0)),
+        torch.take(pool.ranks, kept),
     )
 
 

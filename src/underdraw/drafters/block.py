@@ -18,7 +18,7 @@ from underdraw.layout import Layout
 from underdraw.nn.linear import Linear
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import Opening, Prompt, Request
-from underdraw.tree import DraftTree, Level, grow
+from underdraw.tree import Expand, Level
 
 
 class BlockNet(EagleNet):
@@ -66,22 +66,14 @@ class BlockSession(EagleSession):
     def fit(self, request: Request) -> Request:
         return replace(request, plan=request.plan.cut(self.block.slots.shape[0]))
 
-    @torch.no_grad()
-    def draft(self, request: Request) -> DraftTree:
-        request = self.fit(request)
-        self.roots = request.steps
-        self.known.scatter_(1, request.steps[:, None], request.root[:, None])
-        self._follow(request.root)
+    def expander(self, request: Request) -> Expand:
         slots = self._slots(request) if request.plan.depth else self.top
 
         def expand(level: Level) -> Tensor:
             feature = slots[:, level.depth : level.depth + 1]  # (R, 1, D)
             return self.logits(self.block.correct(feature, level.tokens.repeat(self.copies, 1)))
 
-        return grow(
-            expand, request.root, request.plan, request.draws,
-            proposal=request.proposal, calibration=self.calibration, limits=request.limits,
-        )  # fmt: skip
+        return expand
 
     def _slots(self, request: Request) -> Tensor:
         """Features (R, D, dim) of the D cells after the root."""

@@ -17,7 +17,7 @@ from underdraw.nn.session import guided
 from underdraw.nn.stream import Stream
 from underdraw.nn.transformer import Transformer
 from underdraw.protocols import Outcome, Request
-from underdraw.tree import DraftTree, Level, grow
+from underdraw.tree import DraftTree, Expand, Level, grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +61,22 @@ class LevelSession:
 
     @torch.no_grad()
     def draft(self, request: Request) -> DraftTree:
+        request = self.fit(request)
         self.roots = request.steps
         self.known.scatter_(1, request.steps[:, None], request.root[:, None])
         self._follow(request.root)
-        grower = Grower(self, request.steps.repeat(self.copies))
         return grow(
-            grower.expand, request.root, self.fit(request).plan, request.draws,
+            self.expander(request), request.root, request.plan, request.draws,
             proposal=request.proposal, calibration=self.calibration, limits=request.limits,
         )  # fmt: skip
 
     def fit(self, request: Request) -> Request:
         """The request as far as this drafter can serve it."""
         return request
+
+    def expander(self, request: Request) -> Expand:
+        """What answers the levels of one tree."""
+        return Grower(self, request.steps.repeat(self.copies)).expand
 
     def _follow(self, root: Tensor) -> None:
         """Run the pending tokens through the network; its output at the root starts the tree."""

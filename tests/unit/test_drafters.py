@@ -1,0 +1,152 @@
+"""Drafters see what they should: true features one place before each token, and the row above each cell to come.
+
+No exactness test notices a drafter that is fed wrongly; it only drafts badly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import toy
+from torch import Tensor
+
+from underdraw.calibration import Calibration
+from underdraw.drafters.eagle import EagleSession
+from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.model import Model
+from underdraw.drafters.neighbour import Neighbour
+from underdraw.layout import Layout
+from underdraw.policies.confidence import Confidence
+from underdraw.policies.fixed import Chain, NoTree
+from underdraw.protocols import Opening, Prompt
+from underdraw.sampling import gumbel
+
+
+@dataclass(frozen=True)
+class Watched:
+    """An EAGLE drafter, with what goes into its network."""
+
+    drafter: Any
+    seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> Any:
+        session = self.drafter.open(prompts, layout, first, guidance=guidance)
+        assert isinstance(session, EagleSession)
+        follow = session._follow
+
+        def watched(root: Tensor) -> None:
+            pending = session.pending
+            last = (pending.counts - 1).clamp(min=0)[:, None]
+            tokens = pending.tokens.scatter(1, last, root.repeat(session.copies)[:, None])
+            for row, count in enumerate(pending.known):
+                steps = pending.steps[row, :count]
+                above = session.above(pending.steps)[row, :count]
+                self.seen.append((tokens[row, :count], pending.features[row, :count], steps, above))
+            follow(root)
+
+        session._follow = watched  # type: ignore[method-assign]
+        return session
+
+
+def features_of(of: Any, layout: Layout, tokens: Tensor, prompt: tuple[int, ...]) -> Tensor:
+    """The target's features of every token of one row, by one plain pass."""
+    session = of.open([Prompt(prompt)], layout, guidance=1.0)
+    steps = torch.arange(layout.start, layout.stop)[None]
+    x, rotation = of.net.embed(tokens[steps]), of.net.arch.rope.raster(layout, steps, session.offset)
+    count = steps.shape[1]
+    with torch.no_grad():
+        image = session.stream.extend(x, rotation, torch.tensor([count]), [count])
+    return torch.cat([session.first.features, image], dim=1)[0]
+
+
+@pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
+def test_eagle_is_fed_true_features_and_the_row_above(layout: Layout) -> None:
+    """At step s: the token of s, the feature of the token before, the tokens above and above-right of cell s + 1."""
+    of = toy.target()
+    watched = Watched(toy.eagle(of, above=True))
+    tokens = toy.run(of, watched, Confidence(depth=4, top_k=4, nodes=20), layout=layout, seeds=(5,))[0][0]
+    prompt = toy.prompts(1)[0].condition
+    truth = features_of(of, layout, tokens, prompt)
+    checked = 0
+    for ids, features, steps, above in watched.seen:
+        for token, feature, step, over in zip(ids, features, steps.tolist(), above.tolist(), strict=True):
+            if step < layout.start:
+                continue
+            assert token == tokens[step]
+            assert torch.equal(feature, truth[len(prompt) + step - 1])
+            expected = []
+            for cols in (0, 1):
+                place, inside = layout.neighbour(step + 1, -1, cols)
+                expected.append(int(tokens[place]) if inside else -1)
+            assert over == expected
+            checked += 1
+    assert checked >= layout.stop - layout.start - 6, "all but the last tree's tokens were fed"
+
+
+MAKERS = {"eagle": toy.eagle, "block": toy.block, "model": lambda of: Model(toy.target(3))}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_drafters_cache_does_not_depend_on_how_much_was_accepted(make: Any) -> None:
+    """Feeding the accepted tokens in one go leaves what feeding them one by one leaves."""
+    of = toy.target()
+    drafter = make(of)
+    one, many = Kept(drafter), Kept(drafter)
+    settings: dict[str, Any] = {"seeds": (1, 2), "guidance": 2.0}
+    toy.run(of, one, NoTree(), **settings)
+    toy.run(of, many, Confidence(depth=4, top_k=6, nodes=40), **settings)
+    first, second = one.sessions[0].stream, many.sessions[0].stream
+    for row in range(4):
+        length = min(first.known[row], second.known[row])
+        assert length > 20
+        assert torch.allclose(first.keys[:, row, :, :length], second.keys[:, row, :, :length], atol=1e-5)
+        assert torch.allclose(first.values[:, row, :, :length], second.values[:, row, :, :length], atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A drafter whose sessions are kept."""
+
+    drafter: Any
+    sessions: list[Any] = field(default_factory=list)
+
+    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> Any:
+        self.sessions.append(self.drafter.open(prompts, layout, first, guidance=guidance))
+        return self.sessions[-1]
+
+
+def test_jacobi_takes_the_targets_choices_for_guesses() -> None:
+    """With a target that forgets all but the last token, guesses converge and chains get long."""
+    of = toy.target(head=0.0)  # every code equally likely: the noise alone decides
+    _, histories, _ = toy.run(of, Jacobi(window=8), Chain(8))
+    assert histories[0].tokens_per_pass > 4
+
+
+def test_neighbour_copies_what_repeats() -> None:
+    """On a picture of one code the copies are right wherever they are asked for."""
+    of = toy.target(head=0.0)
+    with torch.no_grad():
+        of.net.head.weight.zero_()
+    _, histories, _ = toy.run(of, Neighbour(), Chain(5), temperature=0.0)
+    assert histories[0].tokens_per_pass > 4
+
+
+def test_calibration_finds_what_made_the_errors() -> None:
+    """Gumbel errors of scale 1 / slope on every score: the fitted slope is that one, and chances add up."""
+    generator = torch.Generator().manual_seed(0)
+    count, codes, slope = 20_000, 32, 2.0
+    scores = torch.randn(count, codes, generator=generator) * 1.5
+    errors = gumbel(torch.tensor([3]), torch.arange(count)[None], codes)[0] / slope
+    best, columns = scores.topk(8, dim=-1)
+    hit = columns == (scores + errors).argmax(-1, keepdim=True)
+    ranks = torch.where(hit.any(-1), hit.int().argmax(-1), 8)
+    fitted = Calibration.fit(best, ranks)
+    assert abs(fitted.slope - slope) < 0.2
+    assert all(abs(bias) < 0.35 for bias in fitted.biases)
+    chance = fitted.log_chance(best, forcing=False).exp()
+    for rank in range(3):
+        assert abs(chance[:, rank].mean() - (ranks == rank).double().mean()) < 0.01

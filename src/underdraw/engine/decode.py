@@ -38,12 +38,7 @@ def decode(
     """
     proposal = check(verifier, proposal, prompts, sampler, guidance)
     layout = sampler.layout
-    if histories is None:
-        histories = [History(layout) for _ in prompts]
-    if len(histories) != len(prompts):
-        raise ConfigError(f"{len(histories)} histories came with {len(prompts)} prompts; give one history per prompt.")
-    if any(history.layout != layout or history.passes or history.next_step != layout.start for history in histories):
-        raise ConfigError("histories must be new ones of the sampler's layout; make them with History(layout).")
+    histories = fresh(histories, len(prompts), sampler)
     session = target.open(prompts, layout, guidance=guidance)
     draft = drafter.open(prompts, layout, session.first, guidance=guidance)
     device = session.first.logits.device
@@ -83,15 +78,11 @@ def decode(
         root, steps = verdict.next_token, steps + committed
         moved = counts[0] if len(set(counts)) == 1 else None
         seconds = time.perf_counter() - began
-        for image, history in enumerate(histories):
-            if not live[image]:
-                continue
+        for image in (image for image, alive in enumerate(live) if alive):
             length = lengths[image]
-            step = Step(
-                index, image, place[image], length, plans[image],
-                tuple(tokens[image][: length + 1]), tuple(ranks[image][:length]), seconds,
-            )  # fmt: skip
-            history.write(step)
+            new, rank = tuple(tokens[image][: length + 1]), tuple(ranks[image][:length])
+            step = Step(index, image, place[image], length, plans[image], new, rank, seconds)
+            histories[image].write(step)
             place[image] += length + 1
             yield step
         index += 1
@@ -106,6 +97,18 @@ def _fetch(tree: DraftTree, verdict: Verdict, depth: int) -> tuple[list[int], li
     packed: list[list[int]] = torch.cat([verdict.length[:, None], tokens, tree.ranks.gather(1, below)], dim=1).tolist()
     split = 2 + below.shape[1]
     return [row[0] for row in packed], [row[1:split] for row in packed], [row[split:] for row in packed]
+
+
+def fresh(histories: list[History] | None, count: int, sampler: Sampler) -> list[History]:
+    """The caller's histories if they can be written to, or new ones."""
+    if histories is None:
+        return [History(sampler.layout) for _ in range(count)]
+    if len(histories) != count:
+        raise ConfigError(f"{len(histories)} histories came with {count} prompts; give one history per prompt.")
+    start = sampler.layout.start
+    if any(h.layout != sampler.layout or h.passes or h.next_step != start for h in histories):
+        raise ConfigError("histories must be new ones of the sampler's layout; make them with History(layout).")
+    return histories
 
 
 def check(

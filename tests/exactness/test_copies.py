@@ -1,0 +1,91 @@
+"""Invariant 7: one device-to-host copy a pass, and shapes from a finite set of plans.
+
+Run on the CPU as if it were a device: every operation that would make the host wait is noticed by the dispatcher.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import toy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.model import Model
+from underdraw.drafters.neighbour import Neighbour
+from underdraw.registry import policies, verifiers
+from underdraw.verifiers.lantern import Lantern
+from underdraw.verifiers.trail import Trail
+
+WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
+
+
+class Watch(TorchDispatchMode):
+    """Notes operations whose result the host has to wait for, with the place in underdraw that asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().split(".")[0] in WAITING:
+            frame = sys._getframe()
+            while frame.f_back is not None and "underdraw" not in frame.f_code.co_filename.replace("tests", ""):
+                frame = frame.f_back
+            self.waited.append(f"{func.name()} in {frame.f_code.co_filename}:{frame.f_lineno}")
+        return func(*args, **(kwargs or {}))
+
+
+def drafters() -> dict[str, Any]:
+    of = toy.target()
+    return {
+        "eagle": toy.eagle(of, above=True),
+        "block": toy.block(of),
+        "model": Model(of),
+        "jacobi": Jacobi(),
+        "neighbour": Neighbour(),
+    }
+
+
+CASES = [
+    *((name, policy, "exact") for name in drafters() for policy in ("static", "confidence", "adjacency:init=both")),
+    ("eagle", "static", "rejection"),
+    ("eagle", "confidence", "lantern"),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "verifier"), CASES, ids=lambda part: str(part))
+def test_one_copy_a_pass(name: str, policy: str, verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trail, "ended", lambda self: False)  # as on a device
+    copies = 0
+    plain = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        nonlocal copies
+        copies += 1
+        return plain(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    check = verifiers.build(verifier)
+    if isinstance(check, Lantern):
+        check = check.bind(torch.randn(len(toy.CODES), 4, generator=torch.Generator().manual_seed(0)))
+    with Watch() as watch:
+        _, histories, _ = toy.run(
+            toy.target(), drafters()[name], policies.build(policy), verifier=check, layout=toy.ROW_ENDS, guidance=2.0
+        )
+    assert watch.waited == []
+    opening = 2  # the seeds, and the first tokens
+    assert copies == histories[0].passes + opening
+
+
+def test_plans_are_a_finite_set() -> None:
+    """Every plan that adjacency can return is one of (depths) x (widths)."""
+    policy = policies.build("adjacency:init=both,nodes=24")
+    seen = set()
+    for seed in range(6):
+        _, _, steps = toy.run(toy.target(), toy.eagle(toy.target()), policy, seeds=(seed,))
+        seen |= {step.plan for step in steps}
+    assert 1 < len(seen) <= (policy.d_max + 1) * (policy.k_max - policy.k_min + 1)

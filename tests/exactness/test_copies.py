@@ -20,7 +20,19 @@ from underdraw.registry import policies, verifiers
 from underdraw.verifiers.lantern import Lantern
 from underdraw.verifiers.trail import Trail
 
-WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
+WAITING = {
+    f"aten::{name}"
+    for name in (
+        "_local_scalar_dense",
+        "item",
+        "is_nonzero",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "equal",
+        "allclose",
+    )
+}
 
 
 class Watch(TorchDispatchMode):
@@ -31,7 +43,11 @@ class Watch(TorchDispatchMode):
         self.waited: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().split(".")[0] in WAITING:
+        name = func.name().split(".")[0]
+        masked = name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if name in WAITING or masked:
             frame = sys._getframe()
             while frame.f_back is not None and "underdraw" not in frame.f_code.co_filename.replace("tests", ""):
                 frame = frame.f_back
@@ -89,3 +105,15 @@ def test_plans_are_a_finite_set() -> None:
         _, _, steps = toy.run(toy.target(), toy.eagle(toy.target()), policy, seeds=(seed,))
         seen |= {step.plan for step in steps}
     assert 1 < len(seen) <= (policy.d_max + 1) * (policy.k_max - policy.k_min + 1)
+
+
+def test_waiting_is_noticed() -> None:
+    """The watch itself: each of these would make the host wait, in and out of inference mode."""
+    for mode in (True, False):
+        with torch.inference_mode(mode), Watch() as watch:
+            values = torch.ones(3)
+            bool(values.any())
+            values.sum().item()
+            values.nonzero()
+            values[values > 0]
+        assert len(watch.waited) >= 4

@@ -47,6 +47,14 @@ def test_documented_training_commands_are_understood(command: str) -> None:
     assert given <= known
 
 
+def test_the_readme_decodes() -> None:
+    """The Python in README runs as it stands there and draws a whole image."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("(16, 16) ")
+
+
 def test_proposals_as_documented() -> None:
     """Coupled beats topk by a wide margin, calibrated growth beats ranking by q, and the documents say so."""
     result = json.loads(shell(f"{sys.executable} benchmarks/proposals.py --json"))

@@ -15,13 +15,18 @@ import torch
 from PIL import Image
 
 from underdraw.errors import CheckpointError, ConfigError
+from underdraw.layout import Layout
+from underdraw.nn.storage import load_weights
 from underdraw.nn.text import BEGIN, PAD, TextTokenizer
+from underdraw.nn.transformer import Transformer
 from underdraw.nn.vq import VQTokenizer
+from underdraw.training import model as model_training
 from underdraw.training.collect import portrait_phrase
 from underdraw.training.compose import COLOURS, PALETTE, Composer, Painter, Recipe, Scenes, Sizes
 from underdraw.training.data import Pack, Picture, caption, is_held_out, pair_caption, write_pack
 from underdraw.training.emoji import noun_phrase
 from underdraw.training.losses import _ArraysOnly
+from underdraw.training.model import ModelTraining, initialise, tiny_arch
 from underdraw.training.sources import PACKAGES, deb_members, fetch
 from underdraw.training.text import caption_texts, learn
 from underdraw.training.tokenizer import (
@@ -354,3 +359,24 @@ def test_tokenizer_training_learns_and_continues(pack: Pack, painter: Painter, t
     resumed = Trainer(model, Composer(pack), painter, None, options)
     train(resumed, evaluator, out, progress)
     assert resumed.steps == 0  # the budget was spent, so nothing more was trained
+
+
+def test_model_training_learns_saves_and_draws(pack: Pack, painter: Painter, tmp_path: Path) -> None:
+    """A few steps lower the loss, the folder it writes loads again, and the engine draws a sheet from it."""
+    text = learn(caption_texts(pack), size=400)
+    tokenizer = VQTokenizer(SMOKE_ARCH)
+    side = PX // tokenizer.downsample
+    layout = Layout(side, side, range(text.size, text.size + tokenizer.arch.codes))
+    net = Transformer(tiny_arch(text.size, tokenizer.arch.codes, dim=64, layers=1))
+    initialise(net, 0)
+    options = ModelTraining(seconds=1.0, batch=4, warmup=2, learning_rate=3e-3, evaluated=4, report_every=0.5)
+    composer = Composer(pack)
+    trainer = model_training.Trainer(net, layout, text, tokenizer, painter, composer, options)
+    before = trainer.evaluate(composer, 4, rivals=2)["loss"]
+    model_training.train(trainer, tmp_path, {}, Composer(pack, "held-out"), ["a thing1"])
+    assert trainer.evaluate(composer, 4, rivals=2)["loss"] < before
+    assert (tmp_path / "sheet-g3-k256.png").exists()
+    state, about = load_weights(tmp_path)
+    again = Transformer(tiny_arch(about["arch"]["text"], about["arch"]["codes"], dim=64, layers=1))
+    again.load_state_dict(state)
+    assert about["progress"]["steps"] == trainer.steps

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from underdraw.drafters.forced import Forced
 from underdraw.engine.decode import decode
+from underdraw.errors import UnsupportedError
 from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.nn.rope import Rope
@@ -157,6 +158,10 @@ class Trainer:
         inside = {id(p) for p in matrices}
         others = [p for p in self.net.parameters() if id(p) not in inside]
         decay = options.weight_decay
+        if not hasattr(torch.optim, "Muon"):
+            raise UnsupportedError(
+                f"training needs torch.optim.Muon, which torch {torch.__version__} lacks; use 2.9 or newer."
+            )
         self._optimizers: list[torch.optim.Optimizer] = [
             torch.optim.Muon(matrices, lr=1.0, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda),

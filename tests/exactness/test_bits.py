@@ -117,9 +117,9 @@ def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill() -> None:
     generator = torch.Generator().manual_seed(2)
     layout = Layout(16, 16, toy.CODES)
     for _ in range(20):
-        stream = Stream(module, 2, 400)
-        lengths = torch.randint(1, 260, (2,), generator=generator).tolist()
-        tokens = torch.randint(4, 36, (2, 300), generator=generator)
+        stream = Stream(module, 2, 700)
+        lengths = torch.randint(1, 600, (2,), generator=generator).tolist()
+        tokens = torch.randint(4, 36, (2, 600), generator=generator)
 
         def rotation(start: int, count: int) -> torch.Tensor:
             steps = (start + torch.arange(count)).expand(2, count)
@@ -144,7 +144,7 @@ def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill() -> None:
         stream.keep(torch.tensor([path, path]), torch.tensor([count, count]), [count, count])
         for row, length in enumerate(lengths):
             whole = torch.cat([tokens[row, :length], tree_tokens[row, path]])[None]
-            fresh = Stream(module, 1, 400)
+            fresh = Stream(module, 1, 700)
             steps = torch.arange(length + count)[None]
             turned_fresh = module.arch.rope.raster(layout, steps, torch.zeros(1, dtype=torch.int64))
             fresh.extend(module.embed(whole), turned_fresh, torch.tensor([length + count]), [length + count])

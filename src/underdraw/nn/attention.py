@@ -38,12 +38,11 @@ class Visible:
         return self.mask.shape[-1]
 
 
-def windows(committed: Tensor, depths: Tensor, first: int, length: int) -> tuple[Window, ...]:
+def windows(committed: Tensor, depths: Tensor, spread: int, first: int, length: int) -> tuple[Window, ...]:
     """Windows over `length` slots: rows hold `committed` (R,) tokens, then nodes whose places are committed + depth.
 
-    `depths` (R, M) are those of the nodes now in the slots from `committed` on; `first` is a lower bound of
-    `committed`, known without asking the device. A node's slot never comes before its place, so the keys of a block
-    end at most M slots after it.
+    `depths` (R, M) are those of the nodes now in the slots from `committed` on. A node's slot never comes before its
+    place and at most `spread` slots after it. `first` is a lower bound of `committed`, known without asking the device.
     """
     count = depths.shape[1]
     if length <= BLOCK:
@@ -57,7 +56,7 @@ def windows(committed: Tensor, depths: Tensor, first: int, length: int) -> tuple
         if stop <= first:
             parts.append(Window(start, stop, None))
             continue
-        stop = min(stop + count, length)
+        stop = min(stop + spread, length)
         inside = place[:, start:stop] // BLOCK == start // BLOCK
         parts.append(Window(start, stop, inside[:, None, None].float()))
     return tuple(parts)

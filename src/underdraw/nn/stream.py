@@ -40,15 +40,14 @@ class Stream:
         self.forget()
         count = x.shape[1]
         order = torch.arange(count, device=x.device)
-        features = self._run(
-            x, rotation, order.expand(x.shape[0], -1), (order[:, None] >= order).expand(x.shape[0], -1, -1)
-        )
+        before = (order[:, None] >= order).expand(x.shape[0], -1, -1)
+        features = self._run(x, rotation, order.expand(x.shape[0], -1), before, spread=0)
         self._grow(counts, known)
         return features
 
     def branch(self, x: Tensor, rotation: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
         """Add N tree nodes x (R, N, dim) to the M there are; ancestors (R, N, M + N). Features (R, N, dim)."""
-        return self._run(x, rotation, depths, ancestors)
+        return self._run(x, rotation, depths, ancestors, spread=ancestors.shape[-1])
 
     def forget(self) -> None:
         """Drop the tree nodes."""
@@ -71,7 +70,7 @@ class Stream:
         self.length = self.length + counts
         self.known = [length + count for length, count in zip(self.known, known, strict=True)]
 
-    def _run(self, x: Tensor, rotation: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
+    def _run(self, x: Tensor, rotation: Tensor, depths: Tensor, ancestors: Tensor, spread: int) -> Tensor:
         """Write the keys of N new nodes behind the M old ones and attend to prompt, committed tokens and ancestors."""
         rows, count = x.shape[:2]
         before = self.depths.shape[1]
@@ -82,7 +81,7 @@ class Stream:
             )
         self.depths = torch.cat([self.depths, depths], dim=1)
         slots = self.length[:, None] + before + torch.arange(count, device=x.device)  # (R, N)
-        visible = self._visible(ancestors, min(-(-used // 64) * 64, self.capacity))
+        visible = self._visible(ancestors, spread, min(-(-used // 64) * 64, self.capacity))
         row = torch.arange(rows, device=x.device)[:, None]
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -92,11 +91,11 @@ class Stream:
 
         return self.net(x, rotation, attention)
 
-    def _visible(self, ancestors: Tensor, length: int) -> Visible:
+    def _visible(self, ancestors: Tensor, spread: int, length: int) -> Visible:
         """ancestors (R, N, M + N) as a mask over `length` cache slots."""
         count, nodes = ancestors.shape[1:]
         slot = torch.arange(length, device=ancestors.device)
         ahead = slot - self.length[:, None]  # (R, length) node in the slot, negative for committed tokens
         tree = ancestors.gather(2, ahead.clamp(0, nodes - 1)[:, None].expand(-1, count, -1))
         mask = (ahead < 0)[:, None] | (tree & (ahead < nodes)[:, None])
-        return Visible(mask[:, None], windows(self.length, self.depths.clamp(min=0), min(self.known), length))
+        return Visible(mask[:, None], windows(self.length, self.depths.clamp(min=0), spread, min(self.known), length))

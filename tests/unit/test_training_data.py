@@ -6,6 +6,8 @@ import dataclasses
 import io
 import pickle
 import re
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -380,3 +382,21 @@ def test_model_training_learns_saves_and_draws(pack: Pack, painter: Painter, tmp
     again = Transformer(tiny_arch(about["arch"]["text"], about["arch"]["codes"], dim=64, layers=1))
     again.load_state_dict(state)
     assert about["progress"]["steps"] == trainer.steps
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ("tokenizer", ["--pack", "missing.bin", "--out", "out"]),
+        ("model", ["--pack", "missing.bin", "--out", "out", "--tokenizer", "missing"]),
+        ("text", ["--pack", "missing.bin", "--out", "out.json"]),
+        ("tokenizer", ["--pack", "missing.bin", "--out", "out", "--secnds", "3"]),
+    ],
+)
+def test_a_wrong_command_is_one_sentence_and_leaves_nothing(module: str, options: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"underdraw.training.{module}", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "error:" in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []

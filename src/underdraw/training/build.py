@@ -18,6 +18,7 @@ from pathlib import Path
 
 from underdraw.errors import unknown
 from underdraw.training.collect import PORTRAIT_STYLES, groceries, landscapes, portraits
+from underdraw.training.command import run
 from underdraw.training.data import STYLES, Picture, write_pack
 from underdraw.training.emoji import EMOJI_STYLES, EmojiTable, emoji_pictures
 from underdraw.training.raw import RawPicture, render
@@ -112,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from underdraw.errors import CheckpointError
+from underdraw.training.command import run
 from underdraw.training.sources import fetch, tar_members
 
 _WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512)
@@ -129,4 +130,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

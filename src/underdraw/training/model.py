@@ -41,6 +41,7 @@ from underdraw.nn.vq import VQTokenizer
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Prompt
 from underdraw.sampling import Sampler
+from underdraw.training.command import run, trainer_parser
 from underdraw.training.compose import Composer, Painter, Recipe, Scenes
 from underdraw.training.data import Pack
 from underdraw.training.sheet import contact_sheet
@@ -285,21 +286,12 @@ def _short(values: dict[str, float]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     defaults = ModelTraining()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pack", type=Path, required=True, help="training pack")
+    parser = trainer_parser(__doc__.split("\n")[0], defaults)
     parser.add_argument(
         "--tokenizer", type=Path, required=True, help="image tokenizer that underdraw.training.tokenizer wrote"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder; continued if it holds weights")
     parser.add_argument("--prompts", type=Path, help="text file, one prompt a line, for the contact sheets")
-    parser.add_argument("--seconds", type=float, default=defaults.seconds)
-    parser.add_argument("--batch", type=int, default=defaults.batch)
-    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
     parser.add_argument("--save-every", type=float, default=defaults.save_every)
-    parser.add_argument("--report-every", type=float, default=defaults.report_every)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--smoke", action="store_true", help="a small model on a small part of the pack")
     return parser
 
 
@@ -350,4 +342,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

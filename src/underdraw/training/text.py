@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from underdraw.nn.text import FIRST_BYTE, FIRST_MERGE, TextTokenizer, normalize, pieces
+from underdraw.training.command import run
 from underdraw.training.compose import BACKGROUND_PHRASES
 from underdraw.training.data import STYLES, Pack
 
@@ -94,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

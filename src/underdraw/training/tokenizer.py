@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from underdraw.errors import CheckpointError, UnderdrawError
 from underdraw.nn.storage import load_weights, save_weights
 from underdraw.nn.vq import TokenizerArch, VQTokenizer
+from underdraw.training.command import run, trainer_parser
 from underdraw.training.compose import COLOURS, Composer, Painter, Recipe, Scenes
 from underdraw.training.data import Pack
 from underdraw.training.losses import LPIPS
@@ -253,23 +254,14 @@ def train(trainer: Trainer, evaluator: Evaluator, out: Path, progress: Progress)
 
 def _parser() -> argparse.ArgumentParser:
     defaults = TokenizerTraining()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pack", type=Path, required=True, help="training pack")
+    parser = trainer_parser(__doc__.split("\n")[0], defaults)
     parser.add_argument(
         "--lpips", type=Path, help="LPIPS weights of underdraw.training.losses; without them pictures come out soft"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder; continued if it holds weights")
     parser.add_argument("--init", type=Path, help="start from these weights instead of random ones")
-    parser.add_argument("--seconds", type=float, default=defaults.seconds)
-    parser.add_argument("--batch", type=int, default=defaults.batch)
-    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
     parser.add_argument("--compile", choices=("auto", "on", "off"), default=defaults.compile)
     parser.add_argument("--encoder-norm", choices=("cell", "group"), default="cell")
     parser.add_argument("--evaluate-every", type=float, default=defaults.evaluate_every, help="seconds; also saves")
-    parser.add_argument("--report-every", type=float, default=defaults.report_every, help="seconds")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--smoke", action="store_true", help="a small model on a small part of the pack")
     return parser
 
 
@@ -311,4 +303,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

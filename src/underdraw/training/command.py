@@ -1,0 +1,52 @@
+"""What the training commands share: their common options, and one sentence with exit code 2 for a user's mistake."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from underdraw.errors import UnderdrawError
+
+
+class Defaults(Protocol):
+    """Options that every trainer has."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def report_every(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def trainer_parser(description: str, defaults: Defaults) -> argparse.ArgumentParser:
+    """A parser with the options of every trainer."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--pack", type=Path, required=True, help="training pack")
+    parser.add_argument("--out", type=Path, required=True, help="folder; continued if it holds weights")
+    parser.add_argument("--seconds", type=float, default=defaults.seconds)
+    parser.add_argument("--batch", type=int, default=defaults.batch)
+    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    parser.add_argument("--report-every", type=float, default=defaults.report_every, help="seconds")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--smoke", action="store_true", help="a small model on a small part of the pack")
+    return parser
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a command; what the user can mend becomes one sentence on standard error."""
+    try:
+        main()
+    except (UnderdrawError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

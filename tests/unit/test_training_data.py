@@ -375,7 +375,7 @@ def test_model_training_learns_saves_and_draws(pack: Pack, painter: Painter, tmp
     composer = Composer(pack)
     trainer = model_training.Trainer(net, layout, text, tokenizer, painter, composer, options)
     before = trainer.evaluate(composer, 4, rivals=2)["loss"]
-    model_training.train(trainer, tmp_path, {}, Composer(pack, "held-out"), ["a thing1"])
+    model_training.train(trainer, tmp_path, Composer(pack, "held-out"), ["a thing1"])
     assert trainer.evaluate(composer, 4, rivals=2)["loss"] < before
     assert (tmp_path / "sheet-g3-k256.png").exists()
     state, about = load_weights(tmp_path)

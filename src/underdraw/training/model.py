@@ -3,7 +3,8 @@
 Pictures are composed and encoded on the fly; captions stand before the codes as a prefix of fixed length and are
 dropped now and then, so that guidance has an unconditional model to push away from. Matrices inside the blocks are
 trained with Muon, the rest with AdamW. The rate is constant until the last part of the budget and then falls. The
-output folder is the checkpoint: the same command goes on from it, with fresh moments behind a short warm-up.
+same command goes on from the folder that it wrote: exactly, or, where only the weights are left, with fresh moments
+behind a short warm-up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import json
 import logging
 import math
 import queue
@@ -41,6 +41,7 @@ from underdraw.nn.vq import VQTokenizer
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Prompt
 from underdraw.sampling import Sampler
+from underdraw.training.checkpoint import load_state, save_state
 from underdraw.training.command import run, trainer_parser
 from underdraw.training.compose import Composer, Painter, Recipe, Scenes
 from underdraw.training.data import Pack
@@ -54,9 +55,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelTraining:
-    """Options of one run. `seconds` counts training, not loading, compiling or drawing samples."""
+    """Options of one run. `seconds` counts training, not loading, compiling or drawing samples.
+
+    A run that ends at `pause` seconds, or is interrupted, goes on when it is started again.
+    """
 
     seconds: float = 1000.0
+    pause: float = math.inf
     batch: int = 256
     learning_rate: float = 1.5e-3
     warmup: int = 200
@@ -167,8 +172,32 @@ class Trainer:
             torch.optim.Muon(matrices, lr=1.0, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda),
         ]
-        self._feeder = Feeder(composer, text, options.batch, options.caption_dropout, options.seed)
-        self.steps = 0
+        self._feeder: Feeder | None = None
+        self.steps, self.warm, self.seconds = 0, 0, 0.0  # all steps; steps with these moments; training time
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next run needs to go on as if nothing had happened."""
+        return {
+            "net": self.net.state_dict(), "average": self.average.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "steps": self.steps, "warm": self.warm, "seconds": self.seconds,
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state["net"])
+        self.average.load_state_dict(state["average"])
+        for optimizer, own in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+        self.steps, self.warm, self.seconds = state["steps"], state["warm"], state["seconds"]
+
+    def batch(self) -> tuple[Scenes, Tensor]:
+        """Scenes and the ids of their captions; never those that an earlier run has seen."""
+        if self._feeder is None:
+            options = self.options
+            self._feeder = Feeder(
+                self.composer, self.text, options.batch, options.caption_dropout, options.seed + self.steps
+            )
+        return self._feeder.get()
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
@@ -176,14 +205,14 @@ class Trainer:
     def rate(self, share: float) -> float:
         """Learning rate when `share` of the budget is spent."""
         fall = min(1.0, (1 - share) / self.options.decay)
-        return self.options.learning_rate * max(0.01, fall) * min(1.0, (self.steps + 1) / self.options.warmup)
+        return self.options.learning_rate * max(0.01, fall) * min(1.0, (self.warm + 1) / self.options.warmup)
 
     def step(self, share: float) -> Tensor:
         """One batch; the mean loss, still on the device."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.rate(share)
-        scenes, text = self._feeder.get()
+        scenes, text = self.batch()
         with torch.no_grad(), self.autocast():
             codes = self._encode(self.painter.paint(scenes)).flatten(1)
         with self.autocast():
@@ -194,6 +223,7 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.steps += 1
+        self.warm += 1
         keep = min(self.options.ema, self.steps / (self.steps + 10))
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1 - keep)
@@ -246,38 +276,46 @@ def about(net: Transformer, layout: Layout, text: TextTokenizer, progress: dict[
     return {"kind": "underdraw-tiny", "arch": size, "grid": [layout.height, layout.width], "progress": progress}
 
 
-def train(trainer: Trainer, out: Path, done: dict[str, Any], held_out: Composer, prompts: Sequence[str]) -> None:
+def train(trainer: Trainer, out: Path, held_out: Composer, prompts: Sequence[str]) -> None:
     """Run the budget out, saving, measuring and drawing now and then."""
-    options, before = trainer.options, dict(done)
-    trainer.step(0.0).item()  # compiles, so it is not on the clock
-    spent, began, reported, saved, counted = 0.0, time.perf_counter(), 0.0, 0.0, trainer.steps
+    options = trainer.options
+    end = min(options.seconds, options.pause)
+    if trainer.seconds >= end:
+        return
+    trainer.step(trainer.seconds / options.seconds).item()  # compiles, so it is not on the clock
+    began, counted = time.perf_counter() - trainer.seconds, trainer.steps
+    reported = saved = trainer.seconds
+    try:
+        while trainer.seconds < end:
+            loss = trainer.step(trainer.seconds / options.seconds)
+            trainer.seconds = time.perf_counter() - began
+            if trainer.seconds - reported >= options.report_every:
+                value = loss.item()
+                trainer.seconds = time.perf_counter() - began
+                speed = (trainer.steps - counted) * options.batch / (trainer.seconds - reported)
+                log.info("%5.0f s  step %d  %.0f images/s  loss %.4f", trainer.seconds, trainer.steps, speed, value)
+                reported, counted = trainer.seconds, trainer.steps
+            if trainer.seconds - saved >= options.save_every and trainer.seconds < end:
+                save_state(out, trainer.state())
+                show(trainer, out, held_out, prompts, [(3.0, 256)])
+                saved = trainer.seconds
+                began = time.perf_counter() - saved  # what was drawn is not on the clock
+    finally:
+        save_state(out, trainer.state())
+    show(trainer, out, held_out, prompts, [(3.0, 256), (2.0, 0), (4.0, 512)])
 
-    def save(final: bool) -> None:
-        progress = {"steps": before.get("steps", 0) + trainer.steps, "seconds": before.get("seconds", 0) + round(spent)}
-        save_weights(
-            out, trainer.average.state_dict(), about(trainer.net, trainer.layout, trainer.text, progress), "int8"
-        )
-        seen = trainer.evaluate(trainer.composer, options.evaluated)
-        unseen = trainer.evaluate(held_out, options.evaluated)
-        log.info("%5.0f s  training subjects %s  held-out subjects %s", spent, _short(seen), _short(unseen))
-        settings = [(3.0, 256)] if not final else [(3.0, 256), (2.0, 0), (4.0, 512)]
-        for guidance, top_k in settings:
-            trainer.draw(prompts, out / f"sheet-g{guidance:g}-k{top_k}.png", guidance=guidance, top_k=top_k)
 
-    while spent < options.seconds:
-        loss = trainer.step(spent / options.seconds)
-        spent = time.perf_counter() - began
-        if spent - reported >= options.report_every:
-            value = loss.item()
-            spent = time.perf_counter() - began
-            speed = (trainer.steps - counted) * options.batch / (spent - reported)
-            log.info("%5.0f s  step %d  %.0f images/s  loss %.4f", spent, trainer.steps, speed, value)
-            reported, counted = spent, trainer.steps
-        if spent - saved >= options.save_every and options.seconds - spent > 60:
-            save(False)
-            saved = spent
-            began = time.perf_counter() - spent  # what was drawn is not on the clock
-    save(True)
+def show(
+    trainer: Trainer, out: Path, held_out: Composer, prompts: Sequence[str], settings: Sequence[tuple[float, int]]
+) -> None:
+    """Write the averaged weights, measure them and draw a sheet for each pair of guidance and top-k."""
+    progress = {"steps": trainer.steps, "seconds": round(trainer.seconds)}
+    state = trainer.average.state_dict()
+    save_weights(out, state, about(trainer.net, trainer.layout, trainer.text, progress), "int8")
+    seen, unseen = (trainer.evaluate(part, trainer.options.evaluated) for part in (trainer.composer, held_out))
+    log.info("%5.0f s  training subjects %s  held-out subjects %s", trainer.seconds, _short(seen), _short(unseen))
+    for guidance, top_k in settings:
+        trainer.draw(prompts, out / f"sheet-g{guidance:g}-k{top_k}.png", guidance=guidance, top_k=top_k)
 
 
 def _short(values: dict[str, float]) -> str:
@@ -291,7 +329,8 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer", type=Path, required=True, help="image tokenizer that underdraw.training.tokenizer wrote"
     )
     parser.add_argument("--prompts", type=Path, help="text file, one prompt a line, for the contact sheets")
-    parser.add_argument("--save-every", type=float, default=defaults.save_every)
+    parser.add_argument("--save-every", type=float, default=defaults.save_every, help="seconds")
+    parser.add_argument("--pause", type=float, default=defaults.pause, help="stop at so many seconds, to go on later")
     return parser
 
 
@@ -311,13 +350,13 @@ def main() -> None:
     side = pack.px // tokenizer.downsample
     layout = Layout(side, side, range(text.size, text.size + tokenizer.arch.codes))
     arch = tiny_arch(text.size, tokenizer.arch.codes, **({"dim": 128, "layers": 2} if options.smoke else {}))
-    net, progress = Transformer(arch), {}
+    net = Transformer(arch)
     initialise(net, options.seed)
-    if (options.out / "model-0.safetensors").exists():
-        state, known = load_weights(options.out)
-        net.load_state_dict(state)
-        progress = known["progress"]
-        log.info("continuing %s: %s", options.out, json.dumps(progress))
+    known, state = {}, load_state(options.out)
+    if state is None and (options.out / "model-0.safetensors").exists():
+        weights, about_them = load_weights(options.out)
+        net.load_state_dict(weights)
+        known = about_them["progress"]
     log.info(
         "%.1f M parameters, %d text tokens, %d x %d codes",
         sum(p.numel() for p in net.parameters()) / 1e6,
@@ -327,7 +366,7 @@ def main() -> None:
     )
     painter = Painter(pack, options.device, cell=tokenizer.downsample)
     settings = ModelTraining(
-        seconds=options.seconds, batch=options.batch, learning_rate=options.learning_rate,
+        seconds=options.seconds, pause=options.pause, batch=options.batch, learning_rate=options.learning_rate,
         save_every=options.save_every, report_every=options.report_every, seed=options.seed,
         evaluated=4 if options.smoke else ModelTraining().evaluated,
     )  # fmt: skip
@@ -338,7 +377,13 @@ def main() -> None:
         else held_out.captions(held_out.draw(16, np.random.default_rng(2)))
     )
     trainer = Trainer(net, layout, text, tokenizer, painter, composer, settings)
-    train(trainer, options.out, progress, held_out, prompts[: 4 if options.smoke else 64])
+    if state is not None:
+        trainer.restore(state)
+    elif known:
+        trainer.steps, trainer.seconds = known["steps"], known["seconds"]
+    if trainer.steps:
+        log.info("continuing %s at step %d, %.0f s", options.out, trainer.steps, trainer.seconds)
+    train(trainer, options.out, held_out, prompts[: 4 if options.smoke else 64])
 
 
 if __name__ == "__main__":

@@ -1,3 +1,19 @@
-"""underdraw: exact tree-speculative decoding for autoregressive image models."""
+"""Autoregressive image models, faster: exact tree-speculative decoding. Importing this imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+__all__ = ["Pipeline", "PipelineOutput", "__version__"]
+
+if TYPE_CHECKING:
+    from underdraw.pipeline import Pipeline, PipelineOutput
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Pipeline", "PipelineOutput"):
+        from underdraw import pipeline
+
+        return getattr(pipeline, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

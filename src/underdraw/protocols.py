@@ -117,8 +117,11 @@ class Drafter(Protocol):
 class ImageTokenizer(Protocol):
     """Codes to pixels and back."""
 
-    downsample: int
-    codebook: Tensor  # (K, D)
+    @property
+    def downsample(self) -> int: ...
+
+    @property
+    def codebook(self) -> Tensor: ...  # (K, D)
 
     def encode(self, pixels: Tensor) -> Tensor: ...
 

@@ -128,3 +128,4 @@ drafters: Registry[Any] = Registry(
         "forced": "underdraw.drafters.forced:Forced",
     },
 )
+families: Registry[Any] = Registry("family", {"tiny": "underdraw.models.tiny:FAMILY"})

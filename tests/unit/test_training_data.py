@@ -18,17 +18,18 @@ from PIL import Image
 
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.layout import Layout
+from underdraw.models.tiny import tiny_arch
 from underdraw.nn.storage import load_weights
 from underdraw.nn.text import BEGIN, PAD, TextTokenizer
 from underdraw.nn.transformer import Transformer
-from underdraw.nn.vq import VQTokenizer
+from underdraw.nn.vq import VQTokenizer, load_tokenizer
 from underdraw.training import model as model_training
 from underdraw.training.collect import portrait_phrase
 from underdraw.training.compose import COLOURS, PALETTE, Composer, Painter, Recipe, Scenes, Sizes
 from underdraw.training.data import Pack, Picture, caption, is_held_out, pair_caption, write_pack
 from underdraw.training.emoji import noun_phrase
 from underdraw.training.losses import _ArraysOnly
-from underdraw.training.model import ModelTraining, initialise, tiny_arch
+from underdraw.training.model import ModelTraining, initialise
 from underdraw.training.sources import PACKAGES, deb_members, fetch
 from underdraw.training.text import caption_texts, learn
 from underdraw.training.tokenizer import (
@@ -37,7 +38,6 @@ from underdraw.training.tokenizer import (
     Progress,
     TokenizerTraining,
     Trainer,
-    load_tokenizer,
     train,
 )
 
@@ -356,7 +356,8 @@ def test_tokenizer_training_learns_and_continues(pack: Pack, painter: Painter, t
     after = train(trainer, evaluator, out, Progress())
     assert after.psnr > before.psnr and 0 <= after.kept <= 1
     assert (out / "sheet.png").exists()
-    model, progress = load_tokenizer(out)
+    model, known = load_tokenizer(out)
+    progress = Progress(**known)
     assert progress.step == trainer.steps and progress.seconds == options.seconds
     resumed = Trainer(model, Composer(pack), painter, None, options)
     train(resumed, evaluator, out, progress)

@@ -56,10 +56,11 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, BEGIN first, cut after `max_length`."""
-        ids = [BEGIN]
-        for piece in pieces(normalize(text)):
-            ids.extend(self._piece_ids(piece))
-        return ids[: self.max_length]
+        return [BEGIN, *self.spell_all(text)][: self.max_length]
+
+    def spell_all(self, text: str) -> list[int]:
+        """Ids of a whole text, without BEGIN and however many there are."""
+        return [token for piece in pieces(normalize(text)) for token in self._piece_ids(piece)]
 
     def encode_batch(self, texts: Sequence[str], side: Literal["left", "right"] = "left") -> list[list[int]]:
         """Ids of several prompts, padded to `max_length` on the given side."""

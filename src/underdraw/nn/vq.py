@@ -7,16 +7,21 @@ is no learned codebook, hence nothing that can collapse. This module knows nothi
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from underdraw.errors import ConfigError
+from underdraw.errors import CheckpointError, ConfigError
+from underdraw.nn.storage import load_weights, save_weights
 
+KIND = "underdraw-tokenizer"
 Norm = Literal["cell", "group"]
 
 
@@ -226,3 +231,21 @@ class VQTokenizer(nn.Module):
 
     def _dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
+
+
+def save_tokenizer(
+    folder: str | Path, model: VQTokenizer, progress: Mapping[str, Any], precision: Literal["bf16", "int8"] = "bf16"
+) -> None:
+    """Weights with their architecture, and how long they were trained."""
+    about = {"kind": KIND, "arch": dataclasses.asdict(model.arch), "progress": dict(progress)}
+    save_weights(folder, model.state_dict(), about, precision)
+
+
+def load_tokenizer(folder: str | Path, device: torch.device | str = "cpu") -> tuple[VQTokenizer, dict[str, Any]]:
+    """A tokenizer in fp32 and how long it was trained."""
+    weights, about = load_weights(folder)
+    if about.get("kind") != KIND:
+        raise CheckpointError(f"{folder} holds no image tokenizer (its kind is {about.get('kind')!r}, not {KIND!r}).")
+    model = VQTokenizer(TokenizerArch(**about["arch"]))
+    model.load_state_dict(weights)
+    return model.to(device), about["progress"]

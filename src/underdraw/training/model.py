@@ -32,12 +32,12 @@ from underdraw.engine.decode import decode
 from underdraw.errors import UnsupportedError
 from underdraw.history import History
 from underdraw.layout import Layout
-from underdraw.nn.rope import Rope
+from underdraw.models.tiny import tiny_arch
 from underdraw.nn.session import DecoderTarget
 from underdraw.nn.storage import load_weights, save_weights
 from underdraw.nn.text import TextTokenizer
-from underdraw.nn.transformer import Arch, Transformer, causal
-from underdraw.nn.vq import VQTokenizer
+from underdraw.nn.transformer import Transformer, causal
+from underdraw.nn.vq import VQTokenizer, load_tokenizer
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Prompt
 from underdraw.sampling import Sampler
@@ -47,7 +47,6 @@ from underdraw.training.compose import Composer, Painter, Recipe, Scenes
 from underdraw.training.data import Pack
 from underdraw.training.sheet import contact_sheet
 from underdraw.training.text import caption_texts, learn
-from underdraw.training.tokenizer import load_tokenizer
 from underdraw.verifiers.exact import Exact
 
 log = logging.getLogger(__name__)
@@ -73,15 +72,6 @@ class ModelTraining:
     save_every: float = 240.0
     evaluated: int = 256  # pictures of each split
     seed: int = 0
-
-
-def tiny_arch(text_size: int, codes: int, *, dim: int = 512, layers: int = 8) -> Arch:
-    """The decoder of the tiny family: text tokens first in the vocabulary, image codes after them."""
-    heads = dim // 64
-    return Arch(
-        dim, layers, heads, int(dim * 2.75), text_size + codes, Rope((8, 12, 12)),
-        kv_heads=max(1, heads // 2), qk_norm="rms", outputs=range(text_size, text_size + codes),
-    )  # fmt: skip
 
 
 def initialise(net: Transformer, seed: int) -> None:

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from underdraw.errors import CheckpointError, UnderdrawError
-from underdraw.nn.storage import load_weights, save_weights
-from underdraw.nn.vq import TokenizerArch, VQTokenizer
+from underdraw.errors import UnderdrawError
+from underdraw.nn.vq import TokenizerArch, VQTokenizer, load_tokenizer, save_tokenizer
 from underdraw.training.command import run, trainer_parser
 from underdraw.training.compose import COLOURS, Composer, Painter, Recipe, Scenes
 from underdraw.training.data import Pack
@@ -32,7 +31,6 @@ from underdraw.training.sheet import contact_sheet
 
 log = logging.getLogger(__name__)
 
-KIND = "underdraw-tokenizer"
 SMOKE_ARCH = TokenizerArch(
     encoder_widths=(16, 32, 32, 48),
     encoder_blocks=(0, 1, 1, 1),
@@ -86,24 +84,6 @@ class Quality:
             f"held-out PSNR {self.psnr:.2f} dB, L1 {self.l1:.4f}, LPIPS {self.lpips:.4f}, "
             f"{self.codes_used} codes used, perplexity {self.perplexity:.0f}, codes kept {self.kept:.3f}"
         )
-
-
-def save_tokenizer(
-    folder: str | Path, model: VQTokenizer, progress: Progress, precision: Literal["bf16", "int8"] = "bf16"
-) -> None:
-    """Weights with their architecture, and how long they were trained."""
-    about = {"kind": KIND, "arch": dataclasses.asdict(model.arch), "progress": dataclasses.asdict(progress)}
-    save_weights(folder, model.state_dict(), about, precision)
-
-
-def load_tokenizer(folder: str | Path, device: torch.device | str = "cpu") -> tuple[VQTokenizer, Progress]:
-    """A tokenizer in fp32 and how long it was trained."""
-    weights, about = load_weights(folder)
-    if about.get("kind") != KIND:
-        raise CheckpointError(f"{folder} holds no image tokenizer (its kind is {about.get('kind')!r}, not {KIND!r}).")
-    model = VQTokenizer(TokenizerArch(**about["arch"]))
-    model.load_state_dict(weights)
-    return model.to(device), Progress(**about["progress"])
 
 
 class Evaluator:
@@ -242,11 +222,11 @@ def train(trainer: Trainer, evaluator: Evaluator, out: Path, progress: Progress)
                 )
             reported, reported_step = time.perf_counter() - start, trainer.steps
         if now - evaluated >= options.evaluate_every:
-            save_tokenizer(out, trainer.average, Progress(progress.step + trainer.steps, now))
+            save_tokenizer(out, trainer.average, {"step": progress.step + trainer.steps, "seconds": now})
             log.info("%6.0f s  %s", now, evaluator.measure(trainer.average))
             reported = evaluated = time.perf_counter() - start
             reported_step = trainer.steps
-    save_tokenizer(out, trainer.average, Progress(progress.step + trainer.steps, max(done, options.seconds)))
+    save_tokenizer(out, trainer.average, {"step": progress.step + trainer.steps, "seconds": max(done, options.seconds)})
     quality = evaluator.measure(trainer.average, out / "sheet.png")
     log.info("%6.0f s  final  %s", time.perf_counter() - start, quality)
     return quality
@@ -287,7 +267,8 @@ def main() -> None:
         torch.manual_seed(options.seed)
         model = VQTokenizer(arch)
     if (options.out / "model-0.safetensors").exists():
-        model, progress = load_tokenizer(options.out)
+        model, known = load_tokenizer(options.out)
+        progress = Progress(**known)
         log.info("continuing %s at step %d, %.0f s", options.out, progress.step, progress.seconds)
     elif options.init:
         model, _ = load_tokenizer(options.init)

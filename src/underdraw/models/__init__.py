@@ -1,0 +1,1 @@
+"""Model families: what tells one checkpoint's layout, prompts and weights from another's."""

@@ -1,0 +1,106 @@
+"""What a family is, and what a checkpoint becomes when its family has loaded it.
+
+A family is one file of this folder: data and a few functions. `recognise` says whether a checkpoint is one of its own,
+`load` makes a `Model` of it. Nothing above this folder knows which family it is dealing with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from underdraw.errors import ConfigError
+from underdraw.layout import Layout
+from underdraw.models.checkpoint import Checkpoint
+from underdraw.nn.session import DecoderTarget
+from underdraw.protocols import ImageTokenizer, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A checkpoint that its authors have published."""
+
+    id: str
+    licence: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a family's authors draw with it; every one of these can be overridden in a call."""
+
+    guidance: float
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Height and width of a picture, in pixels."""
+
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width}"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where weights go, and as what."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+MakePrompt = Callable[[str, str | None, Size], Prompt]
+"""A family's way from words to the rows before the image: text, negative text for the unconditional row, size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded checkpoint: everything that drawing with it takes."""
+
+    family: str
+    name: str  # what the user called it
+    target: DecoderTarget
+    images: ImageTokenizer
+    settings: Settings
+    sizes: tuple[Size, ...]  # the first one is the default
+    layout: Callable[[Size], Layout]
+    prompt: MakePrompt
+    drafters: Sequence[Path] = ()  # folders of the drafters that came with it, best first
+    source: Path | None = field(default=None)  # the files it was loaded from
+
+    @property
+    def placement(self) -> Placement:
+        weight = self.target.net.head.weight
+        return Placement(weight.device, weight.dtype)
+
+    def size(self, height: int | None, width: int | None) -> Size:
+        """The size that was asked for, if the family can draw it."""
+        default = self.sizes[0]
+        if height is None and width is None:
+            return default
+        given = [s for s in self.sizes if height in (None, s.height) and width in (None, s.width)]
+        if not given:
+            asked = f"{height or default.height}x{width or default.width}"
+            raise ConfigError(
+                f"{self.name} cannot draw {asked} (height x width) pixels; use {', '.join(map(str, self.sizes))}."
+            )
+        return given[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One kind of checkpoint."""
+
+    name: str
+    summary: str
+    published: tuple[Published, ...]
+    recognise: Callable[[Checkpoint], bool]
+    load: Callable[[Checkpoint, Placement], Model]

@@ -1,0 +1,82 @@
+"""The embedded family: a small text-to-image model of our own, with its image tokenizer and its drafter.
+
+A folder of this family holds config.json, `tokenizer/` (the image tokenizer), `decoder/` (weights and, as text.json, the
+text tokenizer) and, if it has one, `drafter/`. Training writes these folders.
+"""
+
+from __future__ import annotations
+
+from underdraw.errors import CheckpointError, ConfigError
+from underdraw.layout import Layout
+from underdraw.models.checkpoint import Checkpoint
+from underdraw.models.family import Family, Model, Placement, Published, Settings, Size
+from underdraw.nn.linear import input_major
+from underdraw.nn.rope import Rope
+from underdraw.nn.session import DecoderTarget
+from underdraw.nn.storage import load_weights
+from underdraw.nn.text import TextTokenizer
+from underdraw.nn.transformer import Arch, Transformer
+from underdraw.nn.vq import load_tokenizer
+from underdraw.protocols import Prompt
+
+KIND = "underdraw-tiny"
+
+
+def tiny_arch(text_size: int, codes: int, *, dim: int = 512, layers: int = 8) -> Arch:
+    """The decoder of the tiny family: text tokens first in the vocabulary, image codes after them."""
+    heads = dim // 64
+    return Arch(
+        dim, layers, heads, int(dim * 2.75), text_size + codes, Rope((8, 12, 12)),
+        kv_heads=max(1, heads // 2), qk_norm="rms", outputs=range(text_size, text_size + codes),
+    )  # fmt: skip
+
+
+def recognise(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config.get("model_type") == KIND
+
+
+def load(checkpoint: Checkpoint, placement: Placement) -> Model:
+    folder = checkpoint.folder
+    images, _ = load_tokenizer(folder / "tokenizer", placement.device)
+    text = TextTokenizer.load(folder / "decoder" / "text.json")
+    weights, about = load_weights(folder / "decoder")
+    if about.get("kind") != KIND:
+        raise CheckpointError(f"{folder / 'decoder'} holds no decoder of this family but {about.get('kind')!r}.")
+    size, (height, width) = about["arch"], about["grid"]
+    net = Transformer(tiny_arch(size["text"], size["codes"], dim=size["dim"], layers=size["layers"]))
+    net.load_state_dict(weights)
+    net = net.to(placement.device, placement.dtype).eval().requires_grad_(False)
+    input_major(net)
+    codes = range(size["text"], size["text"] + size["codes"])
+
+    def prompt(words: str, negative: str | None, _: Size) -> Prompt:
+        for given in (words, negative or ""):
+            if len(text.spell_all(given)) > text.max_length - 1:
+                raise ConfigError(
+                    f"the prompt {given[:40]!r}... has {len(text.spell_all(given))} tokens and {checkpoint.name} reads "
+                    f"{text.max_length - 1}; shorten it."
+                )
+        condition, unconditional = text.encode_batch([words, negative or ""])
+        return Prompt(tuple(condition), tuple(unconditional))
+
+    return Model(
+        family=FAMILY.name,
+        name=checkpoint.name,
+        target=DecoderTarget(net, image_offset=text.max_length),
+        images=images.eval().requires_grad_(False),
+        settings=Settings(guidance=3.0, top_k=256),
+        sizes=(Size(height * images.downsample, width * images.downsample),),
+        layout=lambda _: Layout(height, width, codes),
+        prompt=prompt,
+        drafters=tuple(path.parent for path in sorted(folder.glob("drafter*/model-0.safetensors"))),
+        source=folder,
+    )
+
+
+FAMILY = Family(
+    name="tiny",
+    summary="the embedded model: 29 M parameters, 192 px, 24x24 codes, emoji, portraits and landscapes",
+    published=(Published("tiny", "CC-BY-4.0 AND CC0-1.0 AND MIT", "comes with the package"),),
+    recognise=recognise,
+    load=load,
+)

@@ -1,0 +1,404 @@
+"""Pipeline: a model, a drafter, a tree policy and a verifier under the manners of diffusers.
+
+`Pipeline.from_pretrained("tiny")("a red fox").images[0]`. The pipeline turns words into prompts, runs the one decoding
+loop and turns codes into pictures. It knows no family by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from underdraw.drafters.forced import Forced
+from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.storage import load_drafter
+from underdraw.engine.decode import decode
+from underdraw.errors import ConfigError, UnsupportedError
+from underdraw.history import History, Step
+from underdraw.models.checkpoint import Checkpoint, Hub, open_checkpoint
+from underdraw.models.family import Family, Model, Placement, Size
+from underdraw.nn.linear import input_major
+from underdraw.protocols import Drafter, TreePolicy, Verifier
+from underdraw.registry import drafters, families, parse, policies, verifiers
+from underdraw.sampling import Sampler
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+log = logging.getLogger(__name__)
+OutputType = Literal["pil", "np", "pt", "codes"]
+Callback = Callable[["Pipeline", int, int, dict[str, Any]], Any]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What one call cost. Times are of the decoding loop, without loading and without turning codes into pixels."""
+
+    seconds: float
+    passes: int
+    tokens: int
+    tokens_per_pass: float
+    mean_depth: float
+    mean_nodes: float
+
+    @classmethod
+    def of(cls, histories: Sequence[History], seconds: float) -> Stats:
+        """Sums over a batch. Images of a batch share their passes, so `passes` is the largest number of them."""
+        drawn = [int((history.tree >= 0).sum()) for history in histories]
+        own = sum(history.passes for history in histories)
+
+        def mean(name: str) -> float:
+            return sum(getattr(h, name) * h.passes for h in histories if h.passes) / max(1, own)
+
+        return cls(
+            seconds=seconds,
+            passes=max(history.passes for history in histories),
+            tokens=sum(drawn),
+            tokens_per_pass=sum(drawn) / max(1, own),
+            mean_depth=mean("mean_depth"),
+            mean_nodes=mean("mean_nodes"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOutput:
+    """Pictures, in the order of prompts and then of images per prompt, with what happened on the way to them."""
+
+    images: Any  # list of PIL images, array (B, H, W, 3), tensor (B, 3, H, W), or codes (B, rows, cols)
+    prompts: list[str]
+    seeds: list[int]
+    stats: Stats
+    histories: list[History]
+    complete: bool  # False if a callback has interrupted it
+
+    @property
+    def history(self) -> History:
+        """The record of the first image."""
+        return self.histories[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call, checked and complete: what is drawn, with which seeds and settings."""
+
+    prompts: list[str]
+    negative: str | None
+    seeds: list[int]
+    size: Size
+    guidance: float
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+class Pipeline:
+    """Draws pictures. `tree` and `verifier` may be set at any time, by name and options or as objects."""
+
+    def __init__(
+        self, model: Model, *, drafter: str | Drafter = "auto", tree: str | TreePolicy = "auto",
+        verifier: str | Verifier = "exact",
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.drafter_name = ""
+        self.drafter: Drafter = self._make_drafter(drafter)
+        self.tree = tree
+        self.verifier = verifier
+        self._interrupted = False
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str | Path = "tiny", *, drafter: str | Drafter = "auto", tree: str | TreePolicy = "auto",
+        verifier: str | Verifier = "exact", dtype: str | torch.dtype = "auto", device: str | torch.device = "auto",
+        revision: str | None = None, token: str | None = None, cache_dir: str | None = None,
+        local_files_only: bool = False,
+    ) -> Pipeline:  # fmt: skip
+        """Load a checkpoint: "tiny", a folder or file, or an `owner/name` of the Hugging Face hub."""
+        checkpoint = open_checkpoint(model, Hub(revision, token, cache_dir, local_files_only))
+        own = _own_settings(checkpoint.path)
+        loaded = family_of(checkpoint).load(checkpoint, placement(device, dtype))
+        return cls(
+            loaded,
+            drafter=own.get("drafter", drafter) if drafter == "auto" else drafter,
+            tree=own.get("tree", tree) if tree == "auto" else tree,
+            verifier=own.get("verifier", verifier) if verifier == "exact" else verifier,
+        )
+
+    @property
+    def tree(self) -> TreePolicy:
+        return self._tree
+
+    @tree.setter
+    def tree(self, spec: str | TreePolicy) -> None:
+        self.tree_name = spec if isinstance(spec, str) else _name_of(spec)
+        self._tree: TreePolicy = policies.build("confidence:nodes=16,depth=6,top_k=4" if spec == "auto" else spec)
+
+    @property
+    def verifier(self) -> Verifier:
+        return self._verifier
+
+    @verifier.setter
+    def verifier(self, spec: str | Verifier) -> None:
+        self.verifier_name = spec if isinstance(spec, str) else _name_of(spec)
+        self._verifier: Verifier = verifiers.build(spec)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.placement.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.placement.dtype
+
+    def _make_drafter(self, spec: str | Drafter) -> Drafter:
+        if not isinstance(spec, str):
+            self.drafter_name = _name_of(spec)
+            return spec
+        self.drafter_name = spec
+        if spec == "auto":
+            if not self.model.drafters:
+                log.warning("%s has no drafter of its own; drafting with jacobi, which needs none.", self.model.name)
+                self.drafter_name = "jacobi"
+                return Jacobi()
+            self.drafter_name = self.model.drafters[0].name
+            return load_drafter(self.model.drafters[0], self.model.target)
+        known = {path.name: path for path in self.model.drafters}
+        if spec in known:
+            return load_drafter(known[spec], self.model.target)
+        if parse(spec).name in drafters.names():
+            return drafters.build(spec)
+        if Path(spec).is_dir():
+            return load_drafter(spec, self.model.target)
+        raise ConfigError(
+            f"there is no drafter {spec!r}; use auto, one of {', '.join([*known, *drafters.names()])}, or a folder."
+        )
+
+    def __call__(
+        self, prompt: str | Sequence[str], *, negative_prompt: str | None = None, height: int | None = None,
+        width: int | None = None, guidance_scale: float | None = None, temperature: float | None = None,
+        top_k: int | None = None, top_p: float | None = None, num_images_per_prompt: int = 1,
+        seed: int | Sequence[int] | None = None, generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        output_type: OutputType = "pil", callback_on_step_end: Callback | None = None,
+    ) -> PipelineOutput:  # fmt: skip
+        """Draw pictures.
+
+        Image i of a call has seed + i, unless `seed` or `generator` is a list with one entry per image. A generator
+        stands for the seed it was made with. `callback_on_step_end(pipe, index, cell, {"step": ..., "history": ...})`
+        is called for every image of every target pass; `pipe.interrupt()` inside it ends the call.
+        """
+        if output_type not in ("pil", "np", "pt", "codes"):
+            raise ConfigError(f"output_type {output_type!r} is not known; use pil, np, pt or codes.")
+        job = self.job(
+            prompt, negative_prompt=negative_prompt, height=height, width=width, guidance_scale=guidance_scale,
+            temperature=temperature, top_k=top_k, top_p=top_p, num_images_per_prompt=num_images_per_prompt,
+            seed=seed, generator=generator,
+        )  # fmt: skip
+        histories = [History(self.model.layout(job.size)) for _ in job.prompts]
+        self._interrupted = False
+        began = time.perf_counter()
+        for step in self.steps(job, histories):
+            if callback_on_step_end is not None:
+                known = {"step": step, "history": histories[step.sequence]}
+                callback_on_step_end(self, step.index, step.start, known)
+            if self._interrupted:
+                break
+        seconds = time.perf_counter() - began
+        return PipelineOutput(
+            images=self.pictures(histories, output_type),
+            prompts=job.prompts,
+            seeds=job.seeds,
+            stats=Stats.of(histories, seconds),
+            histories=histories,
+            complete=all(history.done for history in histories),
+        )
+
+    def interrupt(self) -> None:
+        """End the running call after this pass; what is not drawn yet stays blank."""
+        self._interrupted = True
+
+    def job(
+        self, prompt: str | Sequence[str], *, negative_prompt: str | None = None, height: int | None = None,
+        width: int | None = None, guidance_scale: float | None = None, temperature: float | None = None,
+        top_k: int | None = None, top_p: float | None = None, num_images_per_prompt: int = 1,
+        seed: int | Sequence[int] | None = None, generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    ) -> Job:  # fmt: skip
+        """Check a call's arguments and fill in what the family says."""
+        own, texts = self.model.settings, [prompt] if isinstance(prompt, str) else list(prompt)
+        if not texts:
+            raise ConfigError("no prompts were given; a call needs at least one.")
+        if num_images_per_prompt < 1:
+            raise ConfigError(f"{num_images_per_prompt} images per prompt cannot be drawn; use at least 1.")
+        for text in texts:
+            if not isinstance(text, str):
+                raise ConfigError(f"a prompt must be text, not {type(text).__name__}.")
+            if not text.strip():
+                raise ConfigError("the prompt is empty; say in a few words what to draw.")
+        prompts = [text for text in texts for _ in range(num_images_per_prompt)]
+        return Job(
+            prompts=prompts,
+            negative=negative_prompt,
+            seeds=_seeds(seed, generator, len(prompts)),
+            size=self.model.size(height, width),
+            guidance=own.guidance if guidance_scale is None else guidance_scale,
+            temperature=own.temperature if temperature is None else temperature,
+            top_k=own.top_k if top_k is None else top_k,
+            top_p=own.top_p if top_p is None else top_p,
+        )
+
+    def steps(self, job: Job, histories: list[History]) -> Iterator[Step]:
+        """The decoding loop of a job, one Step after the other; tokens land in `histories`."""
+        sampler = Sampler(
+            self.model.layout(job.size), job.seeds, temperature=job.temperature, top_k=job.top_k, top_p=job.top_p,
+            device=self.device,
+        )  # fmt: skip
+        prompts = [self.model.prompt(text, job.negative, job.size) for text in job.prompts]
+        plain = self.tree_name == "none"
+        return decode(
+            self.model.target, Forced() if plain else self.drafter, self.tree, self.verifier, prompts, sampler,
+            guidance=job.guidance, histories=histories,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def pictures(self, histories: Sequence[History], output_type: OutputType = "pil") -> Any:
+        """Pictures of what was drawn; cells without a token are white."""
+        layout = histories[0].layout
+        tokens = torch.from_numpy(np.stack([history.tokens for history in histories]))
+        missing = torch.from_numpy(np.stack([history.map("tokens") < 0 for history in histories]))
+        codes = layout.grid(torch.where(tokens < 0, layout.codes.start, tokens))
+        if output_type == "codes":
+            return codes
+        pixels = torch.cat([self._decode(part) for part in codes.split(8)])  # (B, 3, H, W) in [0, 1]
+        if missing.any():
+            blank = missing[:, None].repeat_interleave(self.model.images.downsample, 2)
+            blank = blank.repeat_interleave(self.model.images.downsample, 3)
+            pixels = pixels.masked_fill(blank, 1.0)
+        if output_type == "pt":
+            return pixels
+        array = pixels.permute(0, 2, 3, 1).numpy()
+        return array if output_type == "np" else [_to_pil(picture) for picture in array]
+
+    def _decode(self, codes: Tensor) -> Tensor:
+        """Codes (B, rows, cols) to pixels (B, 3, H, W) in [0, 1] on the CPU."""
+        return (self.model.images.decode(codes.to(self.device)).float().cpu() * 0.5 + 0.5).clamp(0, 1)
+
+    def to(self, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None) -> Pipeline:
+        """Move the model and its drafter; returns the pipeline."""
+        place = placement(self.device if device is None else device, self.dtype if dtype is None else dtype)
+        modules = [self.model.target.net, self.model.target.projection, getattr(self.drafter, "net", None)]
+        for module in modules:
+            if isinstance(module, torch.nn.Module):
+                module.to(place.device, place.dtype)
+                input_major(module)
+        if isinstance(self.model.images, torch.nn.Module):
+            self.model.images.to(place.device)
+        return self
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write the checkpoint's files and this pipeline's choice of drafter, tree and verifier into a folder."""
+        folder = Path(folder)
+        source = self.model.source
+        if source is None:
+            raise UnsupportedError(f"{self.model.name} was not loaded from files; there is nothing to copy.")
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty; give a new folder.")
+        shutil.copytree(source, folder, dirs_exist_ok=True) if source.is_dir() else shutil.copy(source, folder)
+        choice = {"drafter": self.drafter_name, "tree": self.tree_name, "verifier": self.verifier_name}
+        (folder / "underdraw.json").write_text(json.dumps(choice, indent=2) + "\n", encoding="utf-8")
+        return folder
+
+    def push_to_hub(self, name: str, *, token: str | None = None, private: bool = False) -> str:
+        """Upload what `save_pretrained` writes to the Hugging Face hub; returns the address."""
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(Path(folder) / "model")
+            api.create_repo(name, private=private, exist_ok=True)
+            return str(api.upload_folder(repo_id=name, folder_path=str(Path(folder) / "model")))
+
+
+def placement(device: str | torch.device, dtype: str | torch.dtype) -> Placement:
+    """`auto` is the first CUDA device if there is one, bfloat16 there and float32 on a CPU."""
+    try:
+        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    except RuntimeError:
+        raise ConfigError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N.") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} was asked for and torch sees no CUDA device; use cpu.")
+    if isinstance(dtype, torch.dtype):
+        return Placement(place, dtype)
+    if dtype == "auto":
+        return Placement(place, torch.float32 if place.type == "cpu" else torch.bfloat16)
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)}.")
+    return Placement(place, DTYPES[dtype])
+
+
+def family_of(checkpoint: Checkpoint) -> Family:
+    """The family that a checkpoint belongs to."""
+    for name in families.names():
+        family: Family = families.get(name)  # type: ignore[assignment]
+        if family.recognise(checkpoint):
+            return family
+    kind = checkpoint.config.get("model_type", "no model_type")
+    raise UnsupportedError(
+        f"{checkpoint.name} is of no family that underdraw knows ({kind}); known are {', '.join(families.names())}."
+    )
+
+
+def _own_settings(path: Path) -> dict[str, Any]:
+    file = path / "underdraw.json"
+    if not path.is_dir() or not file.exists():
+        return {}
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON ({error}); mend or delete it.") from None
+    return settings
+
+
+def _name_of(part: object) -> str:
+    """A part as text, for records."""
+    if not dataclasses.is_dataclass(part):
+        return type(part).__name__.lower()
+    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    plain = ",".join(f"{key}={value}" for key, value in values.items() if isinstance(value, int | float | str))
+    return type(part).__name__.lower() + (f":{plain}" if plain else "")
+
+
+def _seeds(
+    seed: int | Sequence[int] | None, generator: torch.Generator | Sequence[torch.Generator] | None, count: int
+) -> list[int]:
+    if seed is not None and generator is not None:
+        raise ConfigError("both seed and generator were given; use one of them.")
+    if generator is not None:
+        many = [generator] if isinstance(generator, torch.Generator) else list(generator)
+        own = [g.initial_seed() % 2**62 for g in many]
+        seed = own[0] if isinstance(generator, torch.Generator) else own
+    if seed is None:
+        seed = secrets.randbelow(2**31)
+    if isinstance(seed, int):
+        return [seed + index for index in range(count)]
+    if len(seed) != count:
+        raise ConfigError(f"{len(seed)} seeds came with {count} images; give one seed, or one per image.")
+    return list(seed)
+
+
+def _to_pil(picture: np.ndarray[Any, Any]) -> Image:
+    import PIL.Image
+
+    return PIL.Image.fromarray((picture * 255).round().astype(np.uint8))

@@ -22,7 +22,7 @@ from underdraw.drafters.neighbour import Neighbour
 from underdraw.layout import Layout
 from underdraw.policies.confidence import Confidence
 from underdraw.policies.fixed import Chain, NoTree
-from underdraw.protocols import Opening, Prompt
+from underdraw.protocols import Opening, Prompt, Request
 from underdraw.sampling import gumbel
 
 
@@ -36,19 +36,19 @@ class Watched:
     def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> Any:
         session = self.drafter.open(prompts, layout, first, guidance=guidance)
         assert isinstance(session, EagleSession)
-        follow = session._follow
+        follow = session.follow
 
-        def watched(root: Tensor) -> None:
+        def watched(request: Request) -> None:
             pending = session.pending
             last = (pending.counts - 1).clamp(min=0)[:, None]
-            tokens = pending.tokens.scatter(1, last, root.repeat(session.copies)[:, None])
+            tokens = pending.tokens.scatter(1, last, request.root.repeat(session.copies)[:, None])
             for row, count in enumerate(pending.known):
                 steps = pending.steps[row, :count]
                 above = session.above(pending.steps)[row, :count]
                 self.seen.append((tokens[row, :count], pending.features[row, :count], steps, above))
-            follow(root)
+            follow(request)
 
-        session._follow = watched  # type: ignore[method-assign]
+        session.follow = watched  # type: ignore[method-assign]
         return session
 
 

@@ -1,7 +1,8 @@
 """The block drafter: all future cells in one pass, one slot a cell, each with the row above it.
 
-The slots' features are marginal: a slot does not know which tokens were drafted before it. A small Markov head mends
-that: it corrects a slot's feature by the one token that stands before the slot on the path.
+The slots' logits are marginal: a slot does not know which tokens were drafted before it. A small Markov head mends
+that: it corrects a slot's logits by the one token that stands before the slot on the path. So a level of the tree
+costs a thin matrix, however large the drafter is, and depth is nearly free.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from underdraw.calibration import Calibration
 from underdraw.drafters.eagle import Eagle, EagleNet, EagleSession, above_tokens
 from underdraw.layout import Layout
 from underdraw.nn.linear import Linear
+from underdraw.nn.session import guided
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import Opening, Prompt, Request
 from underdraw.tree import Expand, Level
@@ -28,19 +30,21 @@ class BlockNet(EagleNet):
         super().__init__(arch, feature_dim, above=True)
         self.slots = nn.Parameter(torch.randn(slots, arch.dim) * 0.02)
         self.slot_above = Linear(2 * arch.dim, arch.dim, bias=False)
-        self.markov_in = Linear(2 * arch.dim, markov_dim)
-        self.markov_out = Linear(markov_dim, arch.dim)
-        nn.init.zeros_(self.markov_out.weight)
+        self.markov_feature = Linear(arch.dim, markov_dim)
+        self.markov_token = Linear(arch.dim, markov_dim, bias=False)
+        self.markov_out = Linear(markov_dim, self.body.head.weight.shape[0], bias=False)
 
     def queries(self, above: Tensor) -> Tensor:
         """above (R, D, 2) token ids of the cells to come -> slot inputs (R, D, dim)."""
         return self.slots[: above.shape[1]] + self.slot_above(self.embed_above(above).flatten(-2))
 
-    def correct(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """A slot's feature (R, 1, dim) for each token (R, W) that may stand before it: (R, W, dim)."""
-        features = features.expand(-1, tokens.shape[1], -1)
-        both = torch.cat([features, self.body.embed(tokens).to(features.dtype)], dim=-1)
-        return features + self.markov_out(nn.functional.silu(self.markov_in(both)))
+    def tokens(self, tokens: Tensor) -> Tensor:
+        """What the tokens (..., W) before a slot say to it: (..., W, markov_dim)."""
+        return self.markov_token(self.body.embed(tokens).to(self.markov_token.weight.dtype))
+
+    def mixed(self, slots: Tensor, tokens: Tensor) -> Tensor:
+        """`markov_feature` of slots and `tokens` of what stands before them, joined: what `markov_out` reads."""
+        return nn.functional.silu(slots + tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +66,42 @@ class BlockSession(EagleSession):
     def __init__(self, drafter: Block, layout: Layout, first: Opening, guidance: float) -> None:
         super().__init__(Eagle(drafter.net, drafter.calibration, drafter.image_offset), layout, first, guidance)
         self.block = drafter.net
+        self.ahead = torch.empty(0)  # (R, D, dim) features of the slots
 
     def fit(self, request: Request) -> Request:
         return replace(request, plan=request.plan.cut(self.block.slots.shape[0]))
 
-    def expander(self, request: Request) -> Expand:
-        slots = self._slots(request) if request.plan.depth else self.top
-
-        def expand(level: Level) -> Tensor:
-            feature = slots[:, level.depth : level.depth + 1]  # (R, 1, D)
-            return self.logits(self.block.correct(feature, level.tokens.repeat(self.copies, 1)))
-
-        return expand
-
-    def _slots(self, request: Request) -> Tensor:
-        """Features (R, D, dim) of the D cells after the root."""
-        depth, rows = request.plan.depth, self.offset.shape[0]
+    def follow(self, request: Request) -> None:
+        """Run the pending tokens and the slots; where all rows wait for as many tokens, both in one pass."""
+        pending, depth = self.pending, request.plan.depth
+        assert pending is not None, "a session drafts after it was opened or committed to"
+        if depth == 0:
+            return super().follow(request)
+        rows = self.offset.shape[0]
         order = torch.arange(depth, device=self.offset.device)
         steps = request.steps.repeat(self.copies)[:, None] + 1 + order  # (R, D)
-        x = self.block.queries(above_tokens(self.known, self.layout, steps, self.roots, self.copies))
-        before = (order[:, None] >= order).expand(rows, depth, depth)
-        return self.stream.branch(x, self.rotation(steps), order.expand(rows, depth), before)
+        slots = self.block.queries(above_tokens(self.known, self.layout, steps, self.roots, self.copies))
+        if len(set(pending.known)) > 1:
+            super().follow(request)
+            before = (order[:, None] >= order).expand(rows, depth, depth)
+            self.ahead = self.stream.branch(slots, self.rotation(steps), order.expand(rows, depth), before)
+            return None
+        x = torch.cat([self.waiting(request.root), slots], dim=1)
+        turned = self.rotation(torch.cat([pending.steps, steps], dim=1))
+        self.ahead = self.stream.extend(x, turned, pending.counts, pending.known)[:, -depth:]
+        return None
+
+    def expander(self, request: Request) -> Expand:
+        net = self.block
+        if request.plan.depth == 0:
+            return super().expander(request)
+        logits = self.logits(self.ahead)  # (B, D, K)
+        slots = net.markov_feature(self.ahead)  # (R, D, markov_dim)
+
+        def expand(level: Level) -> Tensor:
+            place = slice(level.depth, level.depth + 1)
+            told = net.tokens(level.tokens).repeat(self.copies, 1, 1)
+            # Guidance is linear, so it may come before the last matrix and halve the rows there.
+            return logits[:, place] + net.markov_out(guided(net.mixed(slots[:, place], told), self.guidance)).float()
+
+        return expand

@@ -99,10 +99,12 @@ class EagleSession(LevelSession):
 def above_tokens(known: Tensor, layout: Layout, steps: Tensor, roots: Tensor, copies: int) -> Tensor:
     """Committed tokens above and above-right of the cells at `steps` (R, N): (R, N, 2), -1 where there is none.
 
-    A neighbour after the root (B,) is part of the tree, not of the picture, and counts as unknown.
+    A neighbour after the root, (B,) or one for each cell (B, N), is part of the tree and not of the picture, and counts
+    as unknown.
     """
     found = []
-    table, last = known.repeat(copies, 1), roots.repeat(copies)[:, None]
+    roots = roots[:, None] if roots.ndim == 1 else roots
+    table, last = known.repeat(copies, 1), roots.repeat(copies, 1)
     for rows, cols in ABOVE:
         place, inside = layout.neighbour(steps, rows, cols)
         inside = inside & (place <= last) & (steps > layout.start)

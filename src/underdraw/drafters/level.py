@@ -64,7 +64,7 @@ class LevelSession:
         request = self.fit(request)
         self.roots = request.steps
         self.known.scatter_(1, request.steps[:, None], request.root[:, None])
-        self._follow(request.root)
+        self.follow(request)
         return grow(
             self.expander(request), request.root, request.plan, request.draws,
             proposal=request.proposal, calibration=self.calibration, limits=request.limits,
@@ -78,16 +78,22 @@ class LevelSession:
         """What answers the levels of one tree."""
         return Grower(self, request.steps.repeat(self.copies)).expand
 
-    def _follow(self, root: Tensor) -> None:
+    def follow(self, request: Request) -> None:
         """Run the pending tokens through the network; its output at the root starts the tree."""
         pending = self.pending
         assert pending is not None, "a session drafts after it was opened or committed to"
+        x = self.waiting(request.root)
+        out = self.stream.extend(x, self.rotation(pending.steps), pending.counts, pending.known)
+        last = (pending.counts - 1).clamp(min=0)[:, None, None]
+        self.top = out.gather(1, last.expand(-1, -1, out.shape[-1]))
+
+    def waiting(self, root: Tensor) -> Tensor:
+        """Inputs (R, N, dim) of the pending tokens, now that the root (B,) is known."""
+        pending = self.pending
+        assert pending is not None
         last = (pending.counts - 1).clamp(min=0)[:, None]
         tokens = pending.tokens.scatter(1, last, root.repeat(self.copies)[:, None])
-        x = self.inputs(tokens, pending.features, pending.steps)
-        rotation = self.rotation(pending.steps)
-        out = self.stream.extend(x, rotation, pending.counts, pending.known)
-        self.top = out.gather(1, last[..., None].expand(-1, -1, out.shape[-1]))
+        return self.inputs(tokens, pending.features, pending.steps)
 
     def commit(self, outcome: Outcome) -> None:
         """Take note of the accepted tokens and of the target's features at them."""

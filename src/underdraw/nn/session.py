@@ -34,9 +34,9 @@ class DecoderTarget:
         return DecoderSession(self, prompts, layout, guidance)
 
 
-def guided(logits: Tensor, guidance: float) -> Tensor:
+def guided(logits: Tensor, guidance: float | Tensor) -> Tensor:
     """u + s (c - u) of conditional rows and, behind them, unconditional ones: (2 B, ...) -> (B, ...)."""
-    if guidance == 1:
+    if not isinstance(guidance, Tensor) and guidance == 1:
         return logits
     cond, uncond = logits.chunk(2, dim=0)
     return torch.lerp(uncond, cond, guidance)

@@ -28,10 +28,10 @@ class Defaults(Protocol):
     def seed(self) -> int: ...
 
 
-def trainer_parser(description: str, defaults: Defaults) -> argparse.ArgumentParser:
-    """A parser with the options of every trainer."""
+def trainer_parser(description: str, defaults: Defaults, *, pack: str | None = None) -> argparse.ArgumentParser:
+    """A parser with the options of every trainer; the pack is required unless `pack` says what else it is for."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--pack", type=Path, required=True, help="training pack")
+    parser.add_argument("--pack", type=Path, required=pack is None, help=pack or "training pack")
     parser.add_argument("--out", type=Path, required=True, help="folder; continued if it holds weights")
     parser.add_argument("--seconds", type=float, default=defaults.seconds)
     parser.add_argument("--batch", type=int, default=defaults.batch)

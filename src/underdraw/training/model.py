@@ -29,7 +29,6 @@ from torch.nn import functional as F
 
 from underdraw.drafters.forced import Forced
 from underdraw.engine.decode import decode
-from underdraw.errors import UnsupportedError
 from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.models.tiny import tiny_arch
@@ -45,6 +44,7 @@ from underdraw.training.checkpoint import load_state, save_state
 from underdraw.training.command import run, trainer_parser
 from underdraw.training.compose import Composer, Painter, Recipe, Scenes
 from underdraw.training.data import Pack
+from underdraw.training.optim import follow, optimizers, set_rate, step_all
 from underdraw.training.sheet import contact_sheet
 from underdraw.training.text import caption_texts, learn
 from underdraw.verifiers.exact import Exact
@@ -153,15 +153,7 @@ class Trainer:
         matrices = [p for n, p in self.net.blocks.named_parameters() if p.ndim == 2 and "_norm" not in n]
         inside = {id(p) for p in matrices}
         others = [p for p in self.net.parameters() if id(p) not in inside]
-        decay = options.weight_decay
-        if not hasattr(torch.optim, "Muon"):
-            raise UnsupportedError(
-                f"training needs torch.optim.Muon, which torch {torch.__version__} lacks; use 2.9 or newer."
-            )
-        self._optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=1.0, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda),
-        ]
+        self._optimizers = optimizers(matrices, others, options.weight_decay)
         self._feeder: Feeder | None = None
         self.steps, self.warm, self.seconds = 0, 0, 0.0  # all steps; steps with these moments; training time
 
@@ -199,9 +191,7 @@ class Trainer:
 
     def step(self, share: float) -> Tensor:
         """One batch; the mean loss, still on the device."""
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate(share)
+        set_rate(self._optimizers, self.rate(share))
         scenes, text = self.batch()
         with torch.no_grad(), self.autocast():
             codes = self._encode(self.painter.paint(scenes)).flatten(1)
@@ -209,14 +199,10 @@ class Trainer:
             loss = self._loss(text.to(self.device, non_blocking=True), codes).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-        for optimizer in self._optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        step_all(self._optimizers)
         self.steps += 1
         self.warm += 1
-        keep = min(self.options.ema, self.steps / (self.steps + 10))
-        with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1 - keep)
+        follow(self.average.parameters(), self.net.parameters(), self.options.ema, self.steps)
         return loss.detach()
 
     @torch.no_grad()

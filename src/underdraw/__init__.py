@@ -8,12 +8,17 @@ __version__ = "0.1.0"
 __all__ = ["Pipeline", "PipelineOutput", "__version__"]
 
 if TYPE_CHECKING:
-    from underdraw.pipeline import Pipeline, PipelineOutput
+    from underdraw.pipeline import Pipeline
+    from underdraw.results import PipelineOutput
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Pipeline", "PipelineOutput"):
-        from underdraw import pipeline
+    if name == "Pipeline":
+        from underdraw.pipeline import Pipeline
 
-        return getattr(pipeline, name)
+        return Pipeline
+    if name == "PipelineOutput":
+        from underdraw.results import PipelineOutput
+
+        return PipelineOutput
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

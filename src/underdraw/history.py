@@ -6,13 +6,27 @@ Numpy only. Rows are steps of the layout; a step that no tree has produced yet h
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """How sure the target was of one token: what it drew from, after temperature and filters.
+
+    At temperature 0 nothing is drawn; it is the law of temperature 1 then.
+    """
+
+    entropy: float  # nats
+    top1: float  # chance of the most likely token
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +41,7 @@ class Step:
     tokens: tuple[int, ...]  # new tokens: the accepted ones and the target's own next one
     ranks: tuple[int, ...]  # of each accepted node among its siblings
     seconds: float  # the whole pass, shared by the batch
+    laws: tuple[Law, ...] = ()  # of each new token, if the decode keeps them
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +58,7 @@ class Record:
         return self.accepted / self.depth if self.depth else 1.0
 
 
-def _column(layout: Layout, value: int, dtype: type) -> NDArray[Any]:
+def _column(layout: Layout, value: float, dtype: type) -> NDArray[Any]:
     return np.full(layout.steps, value, dtype=dtype)
 
 
@@ -62,6 +77,8 @@ class History:
     nodes: NDArray[np.int16] = field(init=False)
     accepted: NDArray[np.int16] = field(init=False)  # drafted nodes that were accepted in that pass
     rank: NDArray[np.int16] = field(init=False)  # rank of the accepted node; -1 where the target chose alone
+    entropy: NDArray[np.float32] = field(init=False)  # of the target's law; NaN where it was not kept
+    top1: NDArray[np.float32] = field(init=False)
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -70,6 +87,7 @@ class History:
         for name in ("depth", "width", "nodes", "accepted"):
             setattr(self, name, _column(layout, 0, np.int16))
         self.rank = _column(layout, -1, np.int16)
+        self.entropy, self.top1 = (_column(layout, np.nan, np.float32) for _ in range(2))
         for step, token in enumerate(layout.prologue):
             self.tokens[step], self.tree[step] = token, -2
 
@@ -79,8 +97,10 @@ class History:
         missing = np.flatnonzero(self.tokens < 0)
         return int(missing[0]) if len(missing) else self.layout.steps
 
-    def begin(self, token: int) -> None:
+    def begin(self, token: int, law: Law | None = None) -> None:
         """The first token, drawn from the prompt alone."""
+        if law is not None:
+            self.entropy[self.layout.start], self.top1[self.layout.start] = law.entropy, law.top1
         self.tokens[self.layout.start] = token
         self.tree[self.layout.start] = -2
         self._finish(self.layout.start + 1)
@@ -96,6 +116,9 @@ class History:
         self.nodes[first:stop] = step.plan.nodes
         self.accepted[first:stop] = step.accepted
         self.rank[first : first + len(step.ranks)] = step.ranks
+        if step.laws:
+            self.entropy[first:stop] = [law.entropy for law in step.laws]
+            self.top1[first:stop] = [law.top1 for law in step.laws]
         self.passes += 1
         self.seconds += step.seconds
         self._finish(stop)
@@ -143,3 +166,9 @@ class History:
         layout = self.layout
         raster = getattr(self, name)[layout.start : layout.start + layout.pitch * layout.height]
         return raster.reshape(layout.height, layout.pitch)[:, : layout.width]
+
+    def heatmap(self, picture: Image | None = None) -> Image:
+        """Accepted length, depth, entropy and top-1 chance of every cell, over the picture if it is given."""
+        from underdraw.pictures import heatmap
+
+        return heatmap(self, picture)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,15 +23,18 @@ from torch import Tensor
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.drafters.storage import load_drafter
-from underdraw.engine.decode import decode
+from underdraw.engine.decode import Laws, decode
 from underdraw.errors import ConfigError, UnsupportedError
 from underdraw.history import History, Step
+from underdraw.job import Generator, Job, Seed, seeds_of, texts_of
 from underdraw.models.checkpoint import Checkpoint, Hub, open_checkpoint
-from underdraw.models.family import Family, Model, Placement, Size
+from underdraw.models.family import Family, Model, Placement
 from underdraw.nn.linear import input_major
 from underdraw.protocols import Drafter, TreePolicy, Verifier
 from underdraw.registry import drafters, families, parse, policies, verifiers
+from underdraw.results import PipelineOutput, Stats
 from underdraw.sampling import Sampler
+from underdraw.verifiers.lantern import Lantern
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,68 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 OutputType = Literal["pil", "np", "pt", "codes"]
 Callback = Callable[["Pipeline", int, int, dict[str, Any]], Any]
+SETTINGS = "underdraw.json"  # beside a checkpoint's own files: which drafter, tree and verifier it was saved with
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What one call cost. Times are of the decoding loop, without loading and without turning codes into pixels."""
-
-    seconds: float
-    passes: int
-    tokens: int
-    tokens_per_pass: float
-    mean_depth: float
-    mean_nodes: float
-
-    @classmethod
-    def of(cls, histories: Sequence[History], seconds: float) -> Stats:
-        """Sums over a batch. Images of a batch share their passes, so `passes` is the largest number of them."""
-        drawn = [int((history.tree >= 0).sum()) for history in histories]
-        own = sum(history.passes for history in histories)
-
-        def mean(name: str) -> float:
-            return sum(getattr(h, name) * h.passes for h in histories if h.passes) / max(1, own)
-
-        return cls(
-            seconds=seconds,
-            passes=max(history.passes for history in histories),
-            tokens=sum(drawn),
-            tokens_per_pass=sum(drawn) / max(1, own),
-            mean_depth=mean("mean_depth"),
-            mean_nodes=mean("mean_nodes"),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineOutput:
-    """Pictures, in the order of prompts and then of images per prompt, with what happened on the way to them."""
-
-    images: Any  # list of PIL images, array (B, H, W, 3), tensor (B, 3, H, W), or codes (B, rows, cols)
-    prompts: list[str]
-    seeds: list[int]
-    stats: Stats
-    histories: list[History]
-    complete: bool  # False if a callback has interrupted it
-
-    @property
-    def history(self) -> History:
-        """The record of the first image."""
-        return self.histories[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One call, checked and complete: what is drawn, with which seeds and settings."""
-
-    prompts: list[str]
-    negative: str | None
-    seeds: list[int]
-    size: Size
-    guidance: float
-    temperature: float
-    top_k: int
-    top_p: float
 
 
 class Pipeline:
@@ -121,19 +63,25 @@ class Pipeline:
     @classmethod
     def from_pretrained(
         cls, model: str | Path = "tiny", *, drafter: str | Drafter = "auto", tree: str | TreePolicy = "auto",
-        verifier: str | Verifier = "exact", dtype: str | torch.dtype = "auto", device: str | torch.device = "auto",
+        verifier: str | Verifier = "auto", dtype: str | torch.dtype = "auto", device: str | torch.device = "auto",
         revision: str | None = None, token: str | None = None, cache_dir: str | None = None,
         local_files_only: bool = False,
     ) -> Pipeline:  # fmt: skip
-        """Load a checkpoint: "tiny", a folder or file, or an `owner/name` of the Hugging Face hub."""
+        """Load a checkpoint: "tiny", a folder or file, or an `owner/name` of the Hugging Face hub.
+
+        "auto" is what the checkpoint was saved with, or else its own drafter, our tree and `exact`.
+        """
         checkpoint = open_checkpoint(model, Hub(revision, token, cache_dir, local_files_only))
-        own = _own_settings(checkpoint.path)
+        own = {"drafter": "auto", "tree": "auto", "verifier": "exact", **_own_settings(checkpoint.path)}
         loaded = family_of(checkpoint).load(checkpoint, placement(device, dtype))
+        elsewhere = checkpoint.folder / own["drafter"]  # a drafter that was saved along
+        if own["drafter"] not in [path.name for path in loaded.drafters] and elsewhere.is_dir():
+            own["drafter"] = str(elsewhere)
         return cls(
             loaded,
-            drafter=own.get("drafter", drafter) if drafter == "auto" else drafter,
-            tree=own.get("tree", tree) if tree == "auto" else tree,
-            verifier=own.get("verifier", verifier) if verifier == "exact" else verifier,
+            drafter=own["drafter"] if drafter == "auto" else drafter,
+            tree=own["tree"] if tree == "auto" else tree,
+            verifier=own["verifier"] if verifier == "auto" else verifier,
         )
 
     @property
@@ -152,7 +100,10 @@ class Pipeline:
     @verifier.setter
     def verifier(self, spec: str | Verifier) -> None:
         self.verifier_name = spec if isinstance(spec, str) else _name_of(spec)
-        self._verifier: Verifier = verifiers.build(spec)
+        made: Verifier = verifiers.build(spec)
+        if isinstance(made, Lantern) and made.neighbours is None:
+            made = made.bind(self.model.images.codebook)
+        self._verifier = made
 
     @property
     def device(self) -> torch.device:
@@ -189,14 +140,15 @@ class Pipeline:
         self, prompt: str | Sequence[str], *, negative_prompt: str | None = None, height: int | None = None,
         width: int | None = None, guidance_scale: float | None = None, temperature: float | None = None,
         top_k: int | None = None, top_p: float | None = None, num_images_per_prompt: int = 1,
-        seed: int | Sequence[int] | None = None, generator: torch.Generator | Sequence[torch.Generator] | None = None,
-        output_type: OutputType = "pil", callback_on_step_end: Callback | None = None,
+        seed: Seed = None, generator: Generator = None,
+        output_type: OutputType = "pil", callback_on_step_end: Callback | None = None, laws: Laws = "skip",
     ) -> PipelineOutput:  # fmt: skip
         """Draw pictures.
 
         Image i of a call has seed + i, unless `seed` or `generator` is a list with one entry per image. A generator
         stands for the seed it was made with. `callback_on_step_end(pipe, index, cell, {"step": ..., "history": ...})`
-        is called for every image of every target pass; `pipe.interrupt()` inside it ends the call.
+        is called for every image of every target pass; `pipe.interrupt()` inside it ends the call. `laws="keep"` notes
+        the entropy and top-1 chance of every cell for heat maps.
         """
         if output_type not in ("pil", "np", "pt", "codes"):
             raise ConfigError(f"output_type {output_type!r} is not known; use pil, np, pt or codes.")
@@ -208,7 +160,7 @@ class Pipeline:
         histories = [History(self.model.layout(job.size)) for _ in job.prompts]
         self._interrupted = False
         began = time.perf_counter()
-        for step in self.steps(job, histories):
+        for step in self.steps(job, histories, laws):
             if callback_on_step_end is not None:
                 known = {"step": step, "history": histories[step.sequence]}
                 callback_on_step_end(self, step.index, step.start, known)
@@ -224,6 +176,10 @@ class Pipeline:
             complete=all(history.done for history in histories),
         )
 
+    def plain(self) -> Pipeline:
+        """The same model without speculation: one token a pass, the law and noise that `exact` reproduces."""
+        return Pipeline(self.model, drafter="forced", tree="none", verifier="exact")
+
     def interrupt(self) -> None:
         """End the running call after this pass; what is not drawn yet stays blank."""
         self._interrupted = True
@@ -232,42 +188,45 @@ class Pipeline:
         self, prompt: str | Sequence[str], *, negative_prompt: str | None = None, height: int | None = None,
         width: int | None = None, guidance_scale: float | None = None, temperature: float | None = None,
         top_k: int | None = None, top_p: float | None = None, num_images_per_prompt: int = 1,
-        seed: int | Sequence[int] | None = None, generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        seed: Seed = None, generator: Generator = None,
     ) -> Job:  # fmt: skip
         """Check a call's arguments and fill in what the family says."""
-        own, texts = self.model.settings, [prompt] if isinstance(prompt, str) else list(prompt)
-        if not texts:
-            raise ConfigError("no prompts were given; a call needs at least one.")
-        if num_images_per_prompt < 1:
-            raise ConfigError(f"{num_images_per_prompt} images per prompt cannot be drawn; use at least 1.")
-        for text in texts:
-            if not isinstance(text, str):
-                raise ConfigError(f"a prompt must be text, not {type(text).__name__}.")
-            if not text.strip():
-                raise ConfigError("the prompt is empty; say in a few words what to draw.")
-        prompts = [text for text in texts for _ in range(num_images_per_prompt)]
-        return Job(
+        own, prompts = self.model.settings, texts_of(prompt, num_images_per_prompt)
+        job = Job(
             prompts=prompts,
             negative=negative_prompt,
-            seeds=_seeds(seed, generator, len(prompts)),
+            seeds=seeds_of(seed, generator, len(prompts)),
             size=self.model.size(height, width),
             guidance=own.guidance if guidance_scale is None else guidance_scale,
             temperature=own.temperature if temperature is None else temperature,
             top_k=own.top_k if top_k is None else top_k,
             top_p=own.top_p if top_p is None else top_p,
         )
+        self._sampler(job)  # its checks, before anything is drawn
+        return job
 
-    def steps(self, job: Job, histories: list[History]) -> Iterator[Step]:
-        """The decoding loop of a job, one Step after the other; tokens land in `histories`."""
-        sampler = Sampler(
+    def settings(self, job: Job) -> dict[str, Any]:
+        """Everything besides prompt, seed and model that a picture depends on, and what drafted it: for records."""
+        return {
+            "guidance": job.guidance, "temperature": job.temperature, "top_k": job.top_k, "top_p": job.top_p,
+            "height": job.size.height, "width": job.size.width, "negative_prompt": job.negative,
+            "tree": self.tree_name, "verifier": self.verifier_name, "drafter": self.drafter_name,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }  # fmt: skip
+
+    def _sampler(self, job: Job) -> Sampler:
+        return Sampler(
             self.model.layout(job.size), job.seeds, temperature=job.temperature, top_k=job.top_k, top_p=job.top_p,
             device=self.device,
         )  # fmt: skip
+
+    def steps(self, job: Job, histories: list[History], laws: Laws = "skip") -> Iterator[Step]:
+        """The decoding loop of a job, one Step after the other; tokens land in `histories`."""
         prompts = [self.model.prompt(text, job.negative, job.size) for text in job.prompts]
         plain = self.tree_name == "none"
         return decode(
-            self.model.target, Forced() if plain else self.drafter, self.tree, self.verifier, prompts, sampler,
-            guidance=job.guidance, histories=histories,
+            self.model.target, Forced() if plain else self.drafter, self.tree, self.verifier, prompts,
+            self._sampler(job), guidance=job.guidance, histories=histories, laws=laws,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -279,7 +238,8 @@ class Pipeline:
         codes = layout.grid(torch.where(tokens < 0, layout.codes.start, tokens))
         if output_type == "codes":
             return codes
-        pixels = torch.cat([self._decode(part) for part in codes.split(8)])  # (B, 3, H, W) in [0, 1]
+        # One by one: convolutions round by batch size, and a picture must not depend on its neighbours.
+        pixels = torch.cat([self._decode(one) for one in codes.split(1)])  # (B, 3, H, W) in [0, 1]
         if missing.any():
             blank = missing[:, None].repeat_interleave(self.model.images.downsample, 2)
             blank = blank.repeat_interleave(self.model.images.downsample, 3)
@@ -303,6 +263,8 @@ class Pipeline:
                 input_major(module)
         if isinstance(self.model.images, torch.nn.Module):
             self.model.images.to(place.device)
+        if isinstance(self.verifier, Lantern):  # its table of neighbours moves too
+            self.verifier = self.verifier.bind(self.model.images.codebook)
         return self
 
     def save_pretrained(self, folder: str | Path) -> Path:
@@ -311,24 +273,52 @@ class Pipeline:
         source = self.model.source
         if source is None:
             raise UnsupportedError(f"{self.model.name} was not loaded from files; there is nothing to copy.")
-        if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty; give a new folder.")
-        shutil.copytree(source, folder, dirs_exist_ok=True) if source.is_dir() else shutil.copy(source, folder)
-        choice = {"drafter": self.drafter_name, "tree": self.tree_name, "verifier": self.verifier_name}
-        (folder / "underdraw.json").write_text(json.dumps(choice, indent=2) + "\n", encoding="utf-8")
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} exists and is not an empty folder; give a new one.")
+        choice = self._choice()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+            made = Path(temporary) / "model"
+            if source.is_dir():
+                shutil.copytree(source, made)
+            else:
+                made.mkdir()
+                shutil.copy(source, made)
+            if Path(self.drafter_name).is_dir():  # a drafter from elsewhere comes along
+                choice["drafter"] = f"drafter-{Path(self.drafter_name).resolve().name}"
+                shutil.copytree(self.drafter_name, made / choice["drafter"])
+            (made / SETTINGS).write_text(json.dumps(choice, indent=2) + "\n", encoding="utf-8")
+            if folder.exists():
+                folder.rmdir()
+            made.replace(folder)
         return folder
+
+    def _choice(self) -> dict[str, str]:
+        """Drafter, tree and verifier by names that `from_pretrained` understands."""
+        if self.tree_name != "auto":
+            policies.build(self.tree_name)
+        verifiers.build(self.verifier_name)
+        known = [path.name for path in self.model.drafters]
+        if self.drafter_name not in known and not Path(self.drafter_name).is_dir():
+            drafters.build(self.drafter_name)
+        return {"drafter": self.drafter_name, "tree": self.tree_name, "verifier": self.verifier_name}
 
     def push_to_hub(self, name: str, *, token: str | None = None, private: bool = False) -> str:
         """Upload what `save_pretrained` writes to the Hugging Face hub; returns the address."""
-        import tempfile
-
         from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         api = HfApi(token=token)
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(Path(folder) / "model")
-            api.create_repo(name, private=private, exist_ok=True)
-            return str(api.upload_folder(repo_id=name, folder_path=str(Path(folder) / "model")))
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = self.save_pretrained(Path(temporary) / "model")
+            try:
+                api.create_repo(name, private=private, exist_ok=True)
+                return str(api.upload_folder(repo_id=name, folder_path=str(folder)))
+            except (HfHubHTTPError, HFValidationError, OSError) as error:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                raise UnsupportedError(
+                    f"{name} could not be uploaded to the Hugging Face hub ({reason}); check the name and your token."
+                ) from error
 
 
 def placement(device: str | torch.device, dtype: str | torch.dtype) -> Placement:
@@ -360,14 +350,16 @@ def family_of(checkpoint: Checkpoint) -> Family:
     )
 
 
-def _own_settings(path: Path) -> dict[str, Any]:
-    file = path / "underdraw.json"
+def _own_settings(path: Path) -> dict[str, str]:
+    file = path / SETTINGS
     if not path.is_dir() or not file.exists():
         return {}
     try:
-        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file} is not valid JSON ({error}); mend or delete it.") from None
+    if not isinstance(settings, dict) or not all(isinstance(value, str) for value in settings.values()):
+        raise ConfigError(f"{file} must hold names of a drafter, a tree and a verifier; mend or delete it.")
     return settings
 
 
@@ -378,24 +370,6 @@ def _name_of(part: object) -> str:
     values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     plain = ",".join(f"{key}={value}" for key, value in values.items() if isinstance(value, int | float | str))
     return type(part).__name__.lower() + (f":{plain}" if plain else "")
-
-
-def _seeds(
-    seed: int | Sequence[int] | None, generator: torch.Generator | Sequence[torch.Generator] | None, count: int
-) -> list[int]:
-    if seed is not None and generator is not None:
-        raise ConfigError("both seed and generator were given; use one of them.")
-    if generator is not None:
-        many = [generator] if isinstance(generator, torch.Generator) else list(generator)
-        own = [g.initial_seed() % 2**62 for g in many]
-        seed = own[0] if isinstance(generator, torch.Generator) else own
-    if seed is None:
-        seed = secrets.randbelow(2**31)
-    if isinstance(seed, int):
-        return [seed + index for index in range(count)]
-    if len(seed) != count:
-        raise ConfigError(f"{len(seed)} seeds came with {count} images; give one seed, or one per image.")
-    return list(seed)
 
 
 def _to_pil(picture: np.ndarray[Any, Any]) -> Image:

@@ -1,0 +1,1 @@
+"""The command line. One module a command; nothing here imports torch before work starts."""

@@ -1,0 +1,115 @@
+"""A folder of pictures that remembers what is in it: run.json says what was asked for, manifest.jsonl what is drawn.
+
+A picture takes its name before its line is appended, and a line is on disk before the next picture is begun. So a run
+that was stopped at any moment, by Ctrl-C or by force, goes on with the first picture that has no line. Knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from underdraw import __version__
+from underdraw.errors import ConfigError
+
+RUN, LINES = "run.json", "manifest.jsonl"
+
+
+class Manifest:
+    """The record of one folder. `rows` are the pictures that are drawn, by their number."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows: dict[int, dict[str, Any]] = {}
+
+    def settings(self) -> dict[str, Any] | None:
+        """What the folder's run was asked for; None if there is no run. Refuses a folder that holds something else."""
+        path = self.folder / RUN
+        if not path.exists():
+            if self.folder.exists() and any(self.folder.iterdir()):
+                raise ConfigError(
+                    f"{self.folder} is not empty and holds no {RUN}; give a new folder, or --force to write into it."
+                )
+            return None
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error}); give a new folder, or --force to start again."
+            ) from None
+        if not isinstance(known, dict):
+            raise ConfigError(f"{path} holds no settings; give a new folder, or --force to start again.")
+        return known
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Start a run; one that is there goes, with its pictures."""
+        if (self.folder / RUN).exists():
+            self._read(strict=False)
+            for row in self.rows.values():
+                (self.folder / row["file"]).unlink(missing_ok=True)
+        self.rows = {}
+        (self.folder / LINES).unlink(missing_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        about = {"underdraw": __version__, "settings": dict(settings)}
+        _replace(self.folder / RUN, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+
+    def resume(self, settings: Mapping[str, Any]) -> None:
+        """Go on with the run that is there if it was asked for the same, or start one."""
+        known = self.settings()
+        if known is None:
+            self.begin(settings)
+            return
+        other = [key for key in {**known, **settings} if known.get(key) != settings.get(key)]
+        if other:
+            told = ", ".join(f"{key} {known.get(key)!r}, not {settings.get(key)!r}" for key in other[:3])
+            raise ConfigError(
+                f"{self.folder} holds a run with other settings ({told}); give a new folder, or --force to start again."
+            )
+        self._read()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Note a picture that has taken its name."""
+        with open(self.folder / LINES, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows[row["index"]] = dict(row)
+
+    def _read(self, *, strict: bool = True) -> None:
+        """Read the lines; drop a last one that was cut off, and those whose picture is gone."""
+        for part in self.folder.glob(".*.part"):  # of a picture that was being written
+            part.unlink()
+        path = self.folder / LINES
+        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        kept = []
+        for number, line in enumerate(lines[:-1], start=1):  # whatever stands behind the last line's end was cut off
+            row = _row(line)
+            if row is None and strict:
+                raise ConfigError(f"line {number} of {path} is damaged; mend it, or give --force to start again.")
+            if row is not None and (self.folder / row["file"]).is_file():
+                self.rows[row["index"]] = row
+                kept.append(line + b"\n")
+        if len(kept) < len(lines) - 1 or lines[-1]:
+            _replace(path, b"".join(kept).decode("utf-8"))
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    fits = isinstance(row, dict) and isinstance(row.get("index"), int) and isinstance(row.get("file"), str)
+    return row if fits and Path(row["file"]).name == row["file"] else None
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

@@ -1,0 +1,124 @@
+"""`generate` for many pictures: a folder with a manifest, a few pictures at a time, resumable at any moment."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from underdraw.cli.manifest import Manifest
+from underdraw.cli.report import Callback, close, compared, figures, progress, rounded, sentence, work
+from underdraw.cli.single import metadata
+from underdraw.cli.task import Sampling, Task
+from underdraw.errors import ConfigError
+
+if TYPE_CHECKING:
+    from underdraw.job import Job
+    from underdraw.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One picture to draw. Its number counts all prompts of the task, so that skipping some moves no seed."""
+
+    index: int
+    prompt: str
+    seed: int
+
+    @property
+    def file(self) -> str:
+        return f"{self.index:05d}.png"
+
+
+def draw_many(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
+    """Draw what the folder does not hold yet."""
+    assert task.out is not None
+    manifest = Manifest(task.out)
+    known = {} if task.force else manifest.settings() or {}
+    seed = task.seed if task.seed is not None else known.get("seed", secrets.randbelow(2**31))
+    job = pipe.job(task.prompts[0], seed=seed, **sampling.arguments())
+    items, skipped = _items(pipe, task, job, seed)
+    settings = _settings(pipe, task, job, seed)
+    manifest.begin(settings) if task.force else manifest.resume(settings)
+    todo = [item for item in items if item.index not in manifest.rows]
+    total = work(pipe.model.layout(job.size)) * len(todo) * (1 + task.compare)
+    try:
+        with progress(total, silent=task.silent) as advance:
+            for start in range(0, len(todo), task.batch):
+                _draw(pipe, task, sampling, todo[start : start + task.batch], manifest, advance)
+    except KeyboardInterrupt:
+        done = sum(item.index in manifest.rows for item in items)
+        print(f"{done} of {len(items)} pictures are drawn; the same command goes on from there.", file=sys.stderr)
+        raise
+    rows = [manifest.rows[item.index] for item in items]
+    record = {"out": str(task.out), "seed": seed, **_totals(rows), "drawn": len(todo), "skipped": skipped}
+    left = f", {skipped} prompts skipped" if skipped else ""
+    line = f"{task.out}: {len(rows)} pictures ({len(todo)} new{left}), {sentence(record)}; seed {seed}"
+    close(line, record, as_json=task.json, quiet=task.quiet)
+
+
+def _items(pipe: Pipeline, task: Task, job: Job, seed: int) -> tuple[list[Item], int]:
+    """The pictures of a task, and how many prompts were left out because the model cannot read them."""
+    items, skipped = [], 0
+    for number, text in enumerate(task.prompts):
+        try:
+            pipe.model.prompt(text, job.negative, job.size)
+        except ConfigError as error:
+            if task.overlong == "refuse":
+                raise ConfigError(f"prompt {number + 1}: {error} Or leave such prompts out: --overlong skip.") from None
+            skipped += 1
+            continue
+        for index in range(number * task.n, (number + 1) * task.n):
+            items.append(Item(index, text, seed + index))
+    if not items:
+        raise ConfigError(f"{pipe.model.name} can read none of the {skipped} prompts; shorten them.")
+    return items, skipped
+
+
+def _settings(pipe: Pipeline, task: Task, job: Job, seed: int) -> dict[str, Any]:
+    """What must not change between two parts of one run."""
+    digest = hashlib.sha256("\n".join(task.prompts).encode("utf-8", "surrogatepass")).hexdigest()
+    return {
+        "model": pipe.model.name, "prompts": len(task.prompts), "prompts_sha256": digest, "n": task.n, "seed": seed,
+        "overlong": task.overlong, "compare": task.compare, **pipe.settings(job),
+    }  # fmt: skip
+
+
+def _draw(
+    pipe: Pipeline, task: Task, sampling: Sampling, items: list[Item], manifest: Manifest, advance: Callback
+) -> None:
+    """Draw some pictures together and note each of them."""
+    from underdraw.pictures import save_png
+    from underdraw.results import Stats
+
+    call: dict[str, Any] = {"seed": [item.seed for item in items], "callback_on_step_end": advance}
+    call.update(sampling.arguments())
+    texts = [item.prompt for item in items]
+    out = pipe(texts, **call)
+    comparison = compared(out, pipe.plain()(texts, **call)) if task.compare else {}
+    job = pipe.job(texts, seed=call["seed"], **sampling.arguments())
+    share = out.stats.seconds / len(items)  # pictures of a batch take their time together
+    for item, picture, history in zip(items, out.images, out.histories, strict=True):
+        save_png(picture, manifest.folder / item.file, metadata(pipe, item.prompt, item.seed, job))
+        row = {"index": item.index, "file": item.file, "prompt": item.prompt, "seed": item.seed}
+        manifest.append({**row, **figures(Stats.of([history], share)), **comparison})
+
+
+def _totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over the whole folder; means are over passes."""
+    passes, tokens = (sum(row[key] for row in rows) for key in ("passes", "tokens"))
+    total: dict[str, Any] = {
+        "pictures": len(rows), "seconds": rounded(sum(row["seconds"] for row in rows)), "passes": passes,
+        "tokens": tokens, "tokens_per_pass": rounded(tokens / passes),
+    }  # fmt: skip
+    for key in ("mean_depth", "mean_nodes"):
+        total[key] = rounded(sum(row[key] * row["passes"] for row in rows) / passes)
+    if "plain_seconds" in rows[0]:
+        plain = sum(row["plain_seconds"] for row in rows)
+        total.update(
+            plain_seconds=rounded(plain), speedup=rounded(plain / sum(row["seconds"] for row in rows)),
+            identical=all(row["identical"] for row in rows),
+        )  # fmt: skip
+    return total

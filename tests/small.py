@@ -1,0 +1,57 @@
+"""A very small model of the tiny family with random weights, as a folder: 8 x 8 codes of 2 x 2 pixels."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import toy
+
+from underdraw.drafters.eagle import Eagle
+from underdraw.drafters.storage import SHARED, build, save_drafter
+from underdraw.layout import Layout
+from underdraw.models.tiny import tiny_arch
+from underdraw.nn.session import DecoderTarget
+from underdraw.nn.storage import save_weights
+from underdraw.nn.text import TextTokenizer
+from underdraw.nn.transformer import Transformer
+from underdraw.nn.vq import TokenizerArch, VQTokenizer, save_tokenizer
+from underdraw.training.model import about
+
+IMAGES = TokenizerArch(
+    levels=(8, 8, 4), encoder_widths=(16, 16), encoder_blocks=(0, 1), decoder_widths=(16, 16), decoder_blocks=(1, 1)
+)
+SIDE = 8
+
+
+def write(folder: Path, *, side: int = SIDE, drafter: bool = True) -> Path:
+    """Write the model; the same bytes every time."""
+    text = TextTokenizer([], [" fox", " red", " blue"], max_length=24)
+    layout = Layout(side, side, range(text.size, text.size + IMAGES.codes))
+    net = Transformer(tiny_arch(text.size, IMAGES.codes, dim=64, layers=1))
+    toy.randomise(net, 3, head=2.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        images = VQTokenizer(IMAGES)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "underdraw-tiny"}))
+    save_tokenizer(folder / "tokenizer", images, {})
+    save_weights(folder / "decoder", net.state_dict(), about(net, layout, text, {}))
+    text.save(folder / "decoder" / "text.json")
+    if drafter:
+        target = DecoderTarget(net)
+        sizes = {"layers": 1, "ffn": 64, "above": True}
+        head = build(target, "eagle", sizes)
+        for name, parameter in head.named_parameters():
+            if not name.startswith(SHARED):
+                torch.nn.init.constant_(parameter, float("norm" in name))
+        toy.randomise(head.fc, 1)
+        toy.randomise(head.body.blocks, 1)
+        save_drafter(folder / "drafter", Eagle(head), target, sizes, {})
+    return folder
+
+
+if __name__ == "__main__":
+    print(write(Path(sys.argv[1])))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, cast
 
 import torch
 
@@ -37,11 +39,20 @@ def texts_of(prompt: str | Sequence[str], copies: int) -> list[str]:
     if copies < 1:
         raise ConfigError(f"{copies} images per prompt cannot be drawn; use at least 1.")
     for text in texts:
-        if not isinstance(text, str):
-            raise ConfigError(f"a prompt must be text, not {type(text).__name__}.")
+        check_text(text)
         if not text.strip():
             raise ConfigError("the prompt is empty; say in a few words what to draw.")
     return [text for text in texts for _ in range(copies)]
+
+
+def check_text(text: object) -> None:
+    """Refuse what is not text in some script."""
+    if not isinstance(text, str):
+        raise ConfigError(f"a prompt must be text, not {type(text).__name__}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"the prompt {text!r} holds bytes that are no UTF-8 text; type it again.") from None
 
 
 def seeds_of(seed: Seed, generator: Generator, count: int) -> list[int]:
@@ -54,10 +65,10 @@ def seeds_of(seed: Seed, generator: Generator, count: int) -> list[int]:
         seed = own[0] if isinstance(generator, torch.Generator) else own
     if seed is None:
         seed = secrets.randbelow(2**31)
-    seeds = [seed + index for index in range(count)] if isinstance(seed, int) else list(seed)
+    seeds = [int(seed) + index for index in range(count)] if isinstance(seed, Integral) else list(cast(Any, seed))
     if len(seeds) != count:
         raise ConfigError(f"{len(seeds)} seeds came with {count} images; give one seed, or one per image.")
-    wrong = [value for value in seeds if not isinstance(value, int) or not 0 <= value < 2**62]
+    wrong = [value for value in seeds if not isinstance(value, Integral) or not 0 <= int(value) < 2**62]
     if wrong:
         raise ConfigError(f"seed {wrong[0]!r} is not allowed; use whole numbers from 0 to 2**62 - 1.")
-    return seeds
+    return [int(value) for value in seeds]

@@ -23,15 +23,18 @@ from torch import Tensor
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.drafters.storage import load_drafter
-from underdraw.engine.decode import Laws, decode
+from underdraw.engine.decode import Laws, check_guidance, decode
 from underdraw.errors import ConfigError, UnsupportedError
 from underdraw.history import History, Step
-from underdraw.job import Generator, Job, Seed, seeds_of, texts_of
-from underdraw.models.checkpoint import Checkpoint, Hub, open_checkpoint
-from underdraw.models.family import Family, Model, Placement
+from underdraw.job import Generator, Job, Seed, check_text, seeds_of, texts_of
+from underdraw.loading import SETTINGS, load_model, saved_choice
+from underdraw.loading import family_of as family_of
+from underdraw.loading import placement as placement
+from underdraw.models.checkpoint import Hub, open_checkpoint
+from underdraw.models.family import Model
 from underdraw.nn.linear import input_major
 from underdraw.protocols import Drafter, TreePolicy, Verifier
-from underdraw.registry import drafters, families, parse, policies, verifiers
+from underdraw.registry import drafters, parse, policies, verifiers
 from underdraw.results import PipelineOutput, Stats
 from underdraw.sampling import Sampler
 from underdraw.verifiers.lantern import Lantern
@@ -42,8 +45,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 OutputType = Literal["pil", "np", "pt", "codes"]
 Callback = Callable[["Pipeline", int, int, dict[str, Any]], Any]
-SETTINGS = "underdraw.json"  # beside a checkpoint's own files: which drafter, tree and verifier it was saved with
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Pipeline:
@@ -72,8 +73,8 @@ class Pipeline:
         "auto" is what the checkpoint was saved with, or else its own drafter, our tree and `exact`.
         """
         checkpoint = open_checkpoint(model, Hub(revision, token, cache_dir, local_files_only))
-        own = {"drafter": "auto", "tree": "auto", "verifier": "exact", **_own_settings(checkpoint.path)}
-        loaded = family_of(checkpoint).load(checkpoint, placement(device, dtype))
+        own = {"drafter": "auto", "tree": "auto", "verifier": "exact", **saved_choice(checkpoint.path)}
+        loaded = load_model(checkpoint, placement(device, dtype))
         elsewhere = checkpoint.folder / own["drafter"]  # a drafter that was saved along
         if own["drafter"] not in [path.name for path in loaded.drafters] and elsewhere.is_dir():
             own["drafter"] = str(elsewhere)
@@ -202,7 +203,10 @@ class Pipeline:
             top_k=own.top_k if top_k is None else top_k,
             top_p=own.top_p if top_p is None else top_p,
         )
-        self._sampler(job)  # its checks, before anything is drawn
+        if negative_prompt is not None:
+            check_text(negative_prompt)
+        check_guidance(job.guidance)
+        self._sampler(job)  # for its checks, before anything is drawn
         return job
 
     def settings(self, job: Job) -> dict[str, Any]:
@@ -319,48 +323,6 @@ class Pipeline:
                 raise UnsupportedError(
                     f"{name} could not be uploaded to the Hugging Face hub ({reason}); check the name and your token."
                 ) from error
-
-
-def placement(device: str | torch.device, dtype: str | torch.dtype) -> Placement:
-    """`auto` is the first CUDA device if there is one, bfloat16 there and float32 on a CPU."""
-    try:
-        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    except RuntimeError:
-        raise ConfigError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N.") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} was asked for and torch sees no CUDA device; use cpu.")
-    if isinstance(dtype, torch.dtype):
-        return Placement(place, dtype)
-    if dtype == "auto":
-        return Placement(place, torch.float32 if place.type == "cpu" else torch.bfloat16)
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)}.")
-    return Placement(place, DTYPES[dtype])
-
-
-def family_of(checkpoint: Checkpoint) -> Family:
-    """The family that a checkpoint belongs to."""
-    for name in families.names():
-        family: Family = families.get(name)  # type: ignore[assignment]
-        if family.recognise(checkpoint):
-            return family
-    kind = checkpoint.config.get("model_type", "no model_type")
-    raise UnsupportedError(
-        f"{checkpoint.name} is of no family that underdraw knows ({kind}); known are {', '.join(families.names())}."
-    )
-
-
-def _own_settings(path: Path) -> dict[str, str]:
-    file = path / SETTINGS
-    if not path.is_dir() or not file.exists():
-        return {}
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON ({error}); mend or delete it.") from None
-    if not isinstance(settings, dict) or not all(isinstance(value, str) for value in settings.values()):
-        raise ConfigError(f"{file} must hold names of a drafter, a tree and a verifier; mend or delete it.")
-    return settings
 
 
 def _name_of(part: object) -> str:

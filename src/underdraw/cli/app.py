@@ -7,6 +7,7 @@ command is asked for, so that no command waits for what another one needs.
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -41,6 +42,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
+    pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog='Example: underdraw generate "a red fox on a blue background" -o fox.png --seed 7',
@@ -61,12 +63,17 @@ def underdraw(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a prompt may hold signs that the terminal lacks
     try:
         code = app(args=arguments, prog_name="underdraw", standalone_mode=False)
     except UsageError as error:
         return complain(error.format_message())
     except UnderdrawError as error:
         return complain(str(error))
+    except ModuleNotFoundError as error:
+        return complain(f"this needs the package {error.name}, which is not installed; pip install {error.name}.")
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
         return complain(f"{name}{error.strerror or error}.")

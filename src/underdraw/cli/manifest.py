@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from underdraw import __version__
 from underdraw.errors import ConfigError
@@ -24,6 +24,8 @@ class Manifest:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rows: dict[int, dict[str, Any]] = {}
+        self._asked: dict[str, Any] = {}
+        self._begun = False
 
     def settings(self) -> dict[str, Any] | None:
         """What the folder's run was asked for; None if there is no run. Refuses a folder that holds something else."""
@@ -44,23 +46,14 @@ class Manifest:
             raise ConfigError(f"{path} holds no settings; give a new folder, or --force to start again.")
         return known
 
-    def begin(self, settings: Mapping[str, Any]) -> None:
-        """Start a run; one that is there goes, with its pictures."""
-        if (self.folder / RUN).exists():
-            self._read(strict=False)
-            for row in self.rows.values():
-                (self.folder / row["file"]).unlink(missing_ok=True)
-        self.rows = {}
-        (self.folder / LINES).unlink(missing_ok=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        about = {"underdraw": __version__, "settings": dict(settings)}
-        _replace(self.folder / RUN, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+    def open(self, settings: Mapping[str, Any], how: Literal["resume", "anew"]) -> None:
+        """Go on with the run that is there if it was asked for the same. Nothing is written before the first picture.
 
-    def resume(self, settings: Mapping[str, Any]) -> None:
-        """Go on with the run that is there if it was asked for the same, or start one."""
-        known = self.settings()
+        `anew` forgets that run instead, and deletes its pictures.
+        """
+        self._asked = dict(settings)
+        known = self.settings() if how == "resume" else None
         if known is None:
-            self.begin(settings)
             return
         other = [key for key in {**known, **settings} if known.get(key) != settings.get(key)]
         if other:
@@ -69,6 +62,22 @@ class Manifest:
                 f"{self.folder} holds a run with other settings ({told}); give a new folder, or --force to start again."
             )
         self._read()
+        self._begun = True
+
+    def begin(self) -> None:
+        """Make the folder ready for the first picture."""
+        if self._begun:
+            return
+        if (self.folder / RUN).exists():
+            self._read(strict=False)
+            for row in self.rows.values():
+                (self.folder / row["file"]).unlink(missing_ok=True)
+        self.rows = {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / LINES).unlink(missing_ok=True)
+        about = {"underdraw": __version__, "settings": self._asked}
+        _replace(self.folder / RUN, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+        self._begun = True
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Note a picture that has taken its name."""

@@ -40,8 +40,7 @@ def draw_many(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
     seed = task.seed if task.seed is not None else known.get("seed", secrets.randbelow(2**31))
     job = pipe.job(task.prompts[0], seed=seed, **sampling.arguments())
     items, skipped = _items(pipe, task, job, seed)
-    settings = _settings(pipe, task, job, seed)
-    manifest.begin(settings) if task.force else manifest.resume(settings)
+    manifest.open(_settings(pipe, task, job, seed), "anew" if task.force else "resume")
     todo = [item for item in items if item.index not in manifest.rows]
     total = work(pipe.model.layout(job.size)) * len(todo) * (1 + task.compare)
     try:
@@ -97,10 +96,11 @@ def _draw(
     call.update(sampling.arguments())
     texts = [item.prompt for item in items]
     out = pipe(texts, **call)
-    comparison = compared(out, pipe.plain()(texts, **call)) if task.compare else {}
+    comparisons = compared(out, pipe.plain()(texts, **call)) if task.compare else [{} for _ in items]
     job = pipe.job(texts, seed=call["seed"], **sampling.arguments())
+    manifest.begin()
     share = out.stats.seconds / len(items)  # pictures of a batch take their time together
-    for item, picture, history in zip(items, out.images, out.histories, strict=True):
+    for item, picture, history, comparison in zip(items, out.images, out.histories, comparisons, strict=True):
         save_png(picture, manifest.folder / item.file, metadata(pipe, item.prompt, item.seed, job))
         row = {"index": item.index, "file": item.file, "prompt": item.prompt, "seed": item.seed}
         manifest.append({**row, **figures(Stats.of([history], share)), **comparison})

@@ -33,7 +33,7 @@ def draw_one(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
     if task.compare:
         with progress(total, silent=task.silent, label="plain") as advance:
             plain = pipe.plain()(callback_on_step_end=advance, **arguments)
-        record.update(compared(out, plain))
+        record.update(compared(out, plain)[0])
     _write(pipe, task, job, out, plain, record)
     close(f"{path}: {sentence(record)}; seed {seed}", record, as_json=task.json, quiet=task.quiet)
 

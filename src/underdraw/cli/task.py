@@ -13,7 +13,7 @@ from underdraw.errors import ConfigError
 if TYPE_CHECKING:
     from underdraw.pipeline import Pipeline
 
-MAX_BATCH = 256
+MAX_BATCH, MAX_PICTURES = 256, 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,8 @@ class Task:
                 raise ConfigError("the prompt is empty; say in a few words what to draw.")
         if self.n < 1:
             raise ConfigError(f"--n {self.n} draws nothing; use at least 1.")
+        if len(self.prompts) * self.n > MAX_PICTURES:
+            raise ConfigError(f"--n {self.n} asks for more than {MAX_PICTURES} pictures; use less.")
         if not 1 <= self.batch <= MAX_BATCH:
             raise ConfigError(f"--batch {self.batch} must lie between 1 and {MAX_BATCH}.")
         if self.seed is not None and not 0 <= self.seed < 2**62 - len(self.prompts) * self.n:
@@ -109,6 +111,10 @@ class Task:
             raise ConfigError("several pictures need a folder; name it with --out FOLDER.")
         if self.out.suffix.lower() == ".png" or (self.out.exists() and not self.out.is_dir()):
             raise ConfigError(f"several pictures need a folder and {self.out} is a file; name a folder with --out.")
+        above = next(folder for folder in (self.out, *self.out.absolute().parents) if folder.exists())
+        if not above.is_dir():
+            raise ConfigError(f"{self.out} cannot be made: {above} is a file; choose another folder.")
+        check_writable(above, self.out)
 
     def _check_files(self) -> None:
         given = [path for path in (self.out, self.heatmap, self.compare_image) if path is not None]
@@ -135,8 +141,13 @@ def check_output(path: Path, force: bool) -> None:
         raise ConfigError(f"{path} exists; give another name, or --force to replace it.")
     if not path.parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}; make it first.")
+    check_writable(path.parent, path)
+
+
+def check_writable(folder: Path, path: Path) -> None:
+    """Refuse a path inside a folder that takes no files."""
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); choose another folder.") from None

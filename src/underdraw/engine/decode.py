@@ -156,14 +156,18 @@ def fresh(histories: list[History] | None, count: int, sampler: Sampler) -> list
     return histories
 
 
+def check_guidance(guidance: float) -> None:
+    if not guidance >= 0 or guidance == float("inf"):
+        raise ConfigError(f"guidance {guidance} must be a number of at least 0; 1 turns it off.")
+
+
 def check(
     verifier: Verifier, proposal: Proposal | None, prompts: Sequence[Prompt], sampler: Sampler, guidance: float
 ) -> Proposal:
     """Refuse what cannot be decoded, and settle the proposal."""
     if len(prompts) != len(sampler):
         raise ConfigError(f"{len(prompts)} prompts came with {len(sampler)} seeds; give one seed per prompt.")
-    if not guidance >= 0 or guidance == float("inf"):
-        raise ConfigError(f"guidance {guidance} must be a number of at least 0; 1 turns it off.")
+    check_guidance(guidance)
     if proposal is None:
         return verifier.proposals[0]
     if proposal not in verifier.proposals:

@@ -128,4 +128,7 @@ drafters: Registry[Any] = Registry(
         "forced": "underdraw.drafters.forced:Forced",
     },
 )
-families: Registry[Any] = Registry("family", {"tiny": "underdraw.models.tiny:FAMILY"})
+families: Registry[Any] = Registry(
+    "family",
+    {name: f"underdraw.models.{name}:FAMILY" for name in ("anole", "emu3", "janus", "llamagen", "lumina", "tiny")},
+)

@@ -16,6 +16,7 @@ from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.nn.session import DecoderTarget
+from underdraw.nn.transformer import Arch
 from underdraw.protocols import ImageTokenizer, Prompt
 
 
@@ -55,6 +56,16 @@ class Placement:
 
     device: torch.device
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a checkpoint's configuration says of it, before any weight is read."""
+
+    arch: Arch
+    settings: Settings
+    sizes: tuple[Size, ...]  # the first one is the default
+    layout: Callable[[Size], Layout]
 
 
 MakePrompt = Callable[[str, str | None, Size], Prompt]
@@ -104,3 +115,5 @@ class Family:
     published: tuple[Published, ...]
     recognise: Callable[[Checkpoint], bool]
     load: Callable[[Checkpoint, Placement], Model]
+    describe: Callable[[Checkpoint], Description] | None = None
+    drafters: tuple[str, ...] = ()  # published ones, on the hub

@@ -39,6 +39,7 @@ class Arch:
     norm: Literal["pre", "post", "pre_skip_first"] = "pre"
     final_norm: Literal["rms", "none"] = "rms"
     outputs: range | None = None  # vocabulary rows that the head is cut to
+    head_hidden: int = 0  # width of a hidden layer in the head, 0 for a head that is one matrix
 
     def __post_init__(self) -> None:
         if self.head_dim is None and self.dim % self.heads:
@@ -135,6 +136,23 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
+class MLPHead(nn.Module):
+    """A head with a hidden layer and biases; `weight` is that of the last matrix, one row an output."""
+
+    def __init__(self, dim: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.hidden = Linear(dim, hidden)
+        self.out = Linear(hidden, outputs)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.out.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.hidden(x).float()
+        return self.out((wide * 0.5 * (1 + torch.erf(wide * 2**-0.5))).to(x.dtype))  # F.gelu rounds by place
+
+
 class Transformer(nn.Module):
     """Embedding, blocks, final norm and head."""
 
@@ -144,7 +162,10 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(arch.vocab, arch.dim)
         self.blocks = nn.ModuleList(Block(arch, index) for index in range(arch.layers))
         self.norm = RMSNorm(arch.dim, arch.norm_eps) if arch.final_norm == "rms" else nn.Identity()
-        self.head = Linear(arch.dim, len(arch.outputs) if arch.outputs is not None else arch.vocab, bias=False)
+        outputs = len(arch.outputs) if arch.outputs is not None else arch.vocab
+        self.head: Linear | MLPHead = (
+            MLPHead(arch.dim, arch.head_hidden, outputs) if arch.head_hidden else Linear(arch.dim, outputs, bias=False)
+        )
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding(tokens)

@@ -1,0 +1,178 @@
+"""Networks written from their formulas for the tests, on plain dictionaries of tensors. They share nothing with src."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+State = Mapping[str, Tensor]
+
+
+# Image tokenizers
+
+
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def normed(x: Tensor, state: State, name: str) -> Tensor:
+    """Group norm with 32 groups, written out."""
+    batch, channels, height, width = x.shape
+    groups = x.reshape(batch, 32, -1)
+    groups = (groups - groups.mean(-1, keepdim=True)) / (groups.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+    x = groups.reshape(batch, channels, height, width)
+    return x * state[f"{name}.weight"][:, None, None] + state[f"{name}.bias"][:, None, None]
+
+
+def conv(x: Tensor, state: State, name: str, **options: int) -> Tensor:
+    return F.conv2d(x, state[f"{name}.weight"], state[f"{name}.bias"], **options)
+
+
+def residual(x: Tensor, state: State, name: str) -> Tensor:
+    hidden = conv(swish(normed(x, state, f"{name}.norm1")), state, f"{name}.conv1", padding=1)
+    hidden = conv(swish(normed(hidden, state, f"{name}.norm2")), state, f"{name}.conv2", padding=1)
+    if f"{name}.nin_shortcut.weight" in state:
+        x = conv(x, state, f"{name}.nin_shortcut")
+    return x + hidden
+
+
+def attention(x: Tensor, state: State, name: str) -> Tensor:
+    normal = normed(x, state, f"{name}.norm")
+    q, k, v = (conv(normal, state, f"{name}.{part}").flatten(2) for part in "qkv")  # (B, C, L)
+    weights = torch.einsum("bci,bcj->bij", q, k) / math.sqrt(q.shape[1])
+    mixed = torch.einsum("bij,bcj->bci", weights.softmax(-1), v).reshape(x.shape)
+    return x + conv(mixed, state, f"{name}.proj_out")
+
+
+def level(x: Tensor, state: State, name: str, block: str) -> Tensor:
+    index = 0
+    while f"{name}.{block}.{index}.conv1.weight" in state:
+        x = residual(x, state, f"{name}.{block}.{index}")
+        if f"{name}.attn.{index}.q.weight" in state:
+            x = attention(x, state, f"{name}.attn.{index}")
+        index += 1
+    return x
+
+
+def middle(x: Tensor, state: State, name: str, parts: tuple[str, str, str]) -> Tensor:
+    x = residual(x, state, f"{name}.{parts[0]}")
+    x = attention(x, state, f"{name}.{parts[1]}")
+    return residual(x, state, f"{name}.{parts[2]}")
+
+
+NAMES = {
+    "chameleon": ("down", "up", "block", ("block_1", "attn_1", "block_2")),
+    "llamagen": ("conv_blocks", "conv_blocks", "res", ("0", "1", "2")),
+}
+
+
+def vq_cells(state: State, pixels: Tensor, kind: str) -> Tensor:
+    """Pixels to unquantised cells (B, D, H, W)."""
+    down, _, block, mid = NAMES[kind]
+    x = conv(pixels, state, "encoder.conv_in", padding=1)
+    index = 0
+    while f"encoder.{down}.{index}.{block}.0.conv1.weight" in state:
+        x = level(x, state, f"encoder.{down}.{index}", block)
+        if f"encoder.{down}.{index}.downsample.conv.weight" in state:
+            padded = torch.zeros(*x.shape[:2], x.shape[2] + 1, x.shape[3] + 1)
+            padded[:, :, :-1, :-1] = x
+            x = conv(padded, state, f"encoder.{down}.{index}.downsample.conv", stride=2)
+        index += 1
+    x = middle(x, state, "encoder.mid", mid)
+    x = conv(swish(normed(x, state, "encoder.norm_out")), state, "encoder.conv_out", padding=1)
+    return conv(x, state, "quant_conv")
+
+
+def vq_encode(state: State, pixels: Tensor, kind: str) -> Tensor:
+    cells, book = vq_cells(state, pixels, kind).permute(0, 2, 3, 1), state["quantize.embedding.weight"]
+    if kind == "llamagen":  # both on the unit sphere
+        cells, book = cells / cells.norm(dim=-1, keepdim=True), book / book.norm(dim=-1, keepdim=True)
+    return (cells[..., None, :] - book).pow(2).sum(-1).argmin(-1)
+
+
+def vq_decode(state: State, codes: Tensor, kind: str) -> Tensor:
+    _, up, block, mid = NAMES[kind]
+    book = state["quantize.embedding.weight"]
+    if kind == "llamagen":
+        book = book / book.norm(dim=-1, keepdim=True)
+    x = conv(book[codes].permute(0, 3, 1, 2), state, "post_quant_conv")
+    x = middle(conv(x, state, "decoder.conv_in", padding=1), state, "decoder.mid", mid)
+    count = len({name.split(".")[2] for name in state if name.startswith(f"decoder.{up}.")})
+    order = range(count) if kind == "llamagen" else reversed(range(count))  # by execution, or by resolution
+    for index in order:
+        x = level(x, state, f"decoder.{up}.{index}", block)
+        if f"decoder.{up}.{index}.upsample.conv.weight" in state:
+            x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
+            x = conv(x, state, f"decoder.{up}.{index}.upsample.conv", padding=1)
+    return conv(swish(normed(x, state, "decoder.norm_out")), state, "decoder.conv_out", padding=1)
+
+
+# LlamaGen, from a state dict of its authors' format
+
+
+def rotation_table(side: int, width: int, prefix: int) -> Tensor:
+    """Complex rotations (prefix + side * side, width / 2); zero for the prefix."""
+    half = width // 2
+    rates = 10000.0 ** (-torch.arange(0, half, 2) / half)
+    table = torch.zeros(prefix + side * side, half, dtype=torch.complex64)
+    for cell in range(side * side):
+        angles = torch.cat([cell // side * rates, cell % side * rates])
+        table[prefix + cell] = torch.polar(torch.ones_like(angles), angles)
+    return table
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def llamagen_hidden(
+    state: State, x: Tensor, table: Tensor, heads: int, visible: Tensor, eps: float = 1e-5
+) -> list[Tensor]:
+    """Hidden states (L, D) after every layer, and after the final norm; visible (L, L) is what a row may look at."""
+    found, layer = [], 0
+    length, dim = x.shape
+    while f"layers.{layer}.attention.wo.weight" in state:
+        name = f"layers.{layer}"
+        normal = rms(x, state[f"{name}.attention_norm.weight"], eps)
+        q, k, v = (normal @ state[f"{name}.attention.wqkv.weight"].T).reshape(length, 3, heads, -1).unbind(1)
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(part.reshape(length, heads, -1, 2)) * table[:length, None])
+            .flatten(2)
+            for part in (q, k)
+        )  # fmt: skip
+        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
+        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        mixed = torch.einsum("hij,jhd->ihd", weights, v).reshape(length, dim)
+        x = x + mixed @ state[f"{name}.attention.wo.weight"].T
+        normal = rms(x, state[f"{name}.ffn_norm.weight"], eps)
+        gate, up = (normal @ state[f"{name}.feed_forward.{part}.weight"].T for part in ("w1", "w3"))
+        x = x + (swish(gate) * up) @ state[f"{name}.feed_forward.w2.weight"].T
+        found.append(x)
+        layer += 1
+    return [*found, rms(x, state["norm.weight"], eps)]
+
+
+def llamagen_prefix(state: State, features: Tensor) -> Tensor:
+    """Caption features to embeddings."""
+    hidden = features @ state["cls_embedding.cap_proj.fc1.weight"].T
+    hidden = 0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+    return hidden @ state["cls_embedding.cap_proj.fc2.weight"].T
+
+
+def llamagen_visible(mask: Tensor, length: int) -> Tensor:
+    """Causal, with the prompt's padding hidden from every row but its own: mask (P,) -> (length, length)."""
+    visible = torch.ones(length, length, dtype=torch.bool).tril()
+    visible[:, : mask.shape[0]] &= mask.bool()
+    return visible | torch.eye(length, dtype=torch.bool)
+
+
+def llamagen_logits(state: State, prefix: Tensor, mask: Tensor, codes: Tensor, side: int, heads: int) -> Tensor:
+    """Logits of the first token and of the one after each of `codes` (N,): (N + 1, K)."""
+    x = torch.cat([prefix, state["tok_embeddings.weight"][codes]])
+    table = rotation_table(side, x.shape[1] // heads, prefix.shape[0])
+    features = llamagen_hidden(state, x, table, heads, llamagen_visible(mask, x.shape[0]))[-1]
+    return features[prefix.shape[0] - 1 :] @ state["output.weight"].T

@@ -1,5 +1,25 @@
-"""Settings for all tests."""
+"""Settings and models for all tests."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import small
 import torch
 
+from underdraw import Pipeline
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a very small random model of the tiny family and its drafter; not to be changed."""
+    return small.write(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture
+def pipe(small_model: Path) -> Pipeline:
+    """A pipeline of the small model, new for every test."""
+    return Pipeline.from_pretrained(small_model)

@@ -1,4 +1,4 @@
-"""A very small model of the tiny family with random weights, as a folder: 8 x 8 codes of 2 x 2 pixels."""
+"""A very small model of the tiny family with random weights, as a folder: 6 x 6 codes of 2 x 2 pixels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from underdraw.training.model import about
 IMAGES = TokenizerArch(
     levels=(8, 8, 4), encoder_widths=(16, 16), encoder_blocks=(0, 1), decoder_widths=(16, 16), decoder_blocks=(1, 1)
 )
-SIDE = 8
+SIDE = 6  # codes
+PIXELS = 2 * SIDE
+TOKENS = SIDE**2 - 1  # that passes draw; the first one comes with the prompt
 
 
 def write(folder: Path, *, side: int = SIDE, drafter: bool = True) -> Path:

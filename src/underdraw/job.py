@@ -12,6 +12,7 @@ import torch
 
 from underdraw.errors import ConfigError
 from underdraw.models.family import Size
+from underdraw.prompts import check_prompt
 
 Seed = int | Sequence[int] | None
 Generator = torch.Generator | Sequence[torch.Generator] | None
@@ -39,20 +40,8 @@ def texts_of(prompt: str | Sequence[str], copies: int) -> list[str]:
     if copies < 1:
         raise ConfigError(f"{copies} images per prompt cannot be drawn; use at least 1.")
     for text in texts:
-        check_text(text)
-        if not text.strip():
-            raise ConfigError("the prompt is empty; say in a few words what to draw.")
+        check_prompt(text)
     return [text for text in texts for _ in range(copies)]
-
-
-def check_text(text: object) -> None:
-    """Refuse what is not text in some script."""
-    if not isinstance(text, str):
-        raise ConfigError(f"a prompt must be text, not {type(text).__name__}.")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"the prompt {text!r} holds bytes that are no UTF-8 text; type it again.") from None
 
 
 def seeds_of(seed: Seed, generator: Generator, count: int) -> list[int]:

@@ -26,13 +26,14 @@ from underdraw.drafters.storage import load_drafter
 from underdraw.engine.decode import Laws, check_guidance, decode
 from underdraw.errors import ConfigError, UnsupportedError
 from underdraw.history import History, Step
-from underdraw.job import Generator, Job, Seed, check_text, seeds_of, texts_of
+from underdraw.job import Generator, Job, Seed, seeds_of, texts_of
 from underdraw.loading import SETTINGS, load_model, saved_choice
 from underdraw.loading import family_of as family_of
 from underdraw.loading import placement as placement
 from underdraw.models.checkpoint import Hub, open_checkpoint
 from underdraw.models.family import Model
 from underdraw.nn.linear import input_major
+from underdraw.prompts import check_text
 from underdraw.protocols import Drafter, TreePolicy, Verifier
 from underdraw.registry import drafters, parse, policies, verifiers
 from underdraw.results import PipelineOutput, Stats

@@ -1,4 +1,4 @@
-"""Prompts from files, as their publishers release them: PartiPrompts (TSV), COCO captions (JSON), or one a line.
+"""Prompts: what may be one, and files of them as their publishers release them: PartiPrompts, COCO, or one a line.
 
 The published files are not part of the package. Whatever is malformed is refused with its place in the file. Nothing
 here knows how many words a model reads.
@@ -34,6 +34,23 @@ SETS = {
         "http://images.cocodataset.org/annotations/annotations_trainval2017.zip",
     ),
 }
+
+
+def check_prompt(text: object) -> None:
+    """Refuse what is not a few words in some script."""
+    check_text(text)
+    if not str(text).strip():
+        raise ConfigError("the prompt is empty; say in a few words what to draw.")
+
+
+def check_text(text: object) -> None:
+    """Refuse what is not text in some script."""
+    if not isinstance(text, str):
+        raise ConfigError(f"a prompt must be text, not {type(text).__name__}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"the prompt {text!r} holds bytes that are no UTF-8 text; type it again.") from None
 
 
 def load_prompts(source: str, data: Path | None = None) -> list[str]:

@@ -78,8 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = "" if error.filename is None else f"{error.filename}: "
         return complain(f"{name}{error.strerror or error}.")
     except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    if code == INTERRUPTED:
         print("stopped.", file=sys.stderr)
-        return INTERRUPTED
     return code if isinstance(code, int) else 0
 
 

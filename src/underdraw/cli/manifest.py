@@ -79,6 +79,11 @@ class Manifest:
         _replace(self.folder / RUN, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
         self._begun = True
 
+    def count(self) -> int:
+        """Pictures that are noted on disk, whatever moment this is asked at."""
+        path = self.folder / LINES
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Note a picture that has taken its name."""
         with open(self.folder / LINES, "a", encoding="utf-8") as file:

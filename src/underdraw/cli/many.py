@@ -48,8 +48,10 @@ def draw_many(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
             for start in range(0, len(todo), task.batch):
                 _draw(pipe, task, sampling, todo[start : start + task.batch], manifest, advance)
     except KeyboardInterrupt:
-        done = sum(item.index in manifest.rows for item in items)
-        print(f"{done} of {len(items)} pictures are drawn; the same command goes on from there.", file=sys.stderr)
+        print(
+            f"{manifest.count()} of {len(items)} pictures are drawn; the same command goes on from there.",
+            file=sys.stderr,
+        )
         raise
     rows = [manifest.rows[item.index] for item in items]
     record = {"out": str(task.out), "seed": seed, **_totals(rows), "drawn": len(todo), "skipped": skipped}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from underdraw.errors import ConfigError
+from underdraw.prompts import check_prompt
 
 if TYPE_CHECKING:
     from underdraw.pipeline import Pipeline
@@ -91,8 +92,7 @@ class Task:
     def check(self) -> None:
         """Refuse what cannot end well before a model is loaded."""
         for text in self.prompts:
-            if not text.strip():
-                raise ConfigError("the prompt is empty; say in a few words what to draw.")
+            check_prompt(text)
         if self.n < 1:
             raise ConfigError(f"--n {self.n} draws nothing; use at least 1.")
         if len(self.prompts) * self.n > MAX_PICTURES:

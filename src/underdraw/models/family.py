@@ -99,7 +99,7 @@ class Model:
             return default
         given = [s for s in self.sizes if height in (None, s.height) and width in (None, s.width)]
         if not given:
-            asked = f"{height or default.height}x{width or default.width}"
+            asked = f"{default.height if height is None else height}x{default.width if width is None else width}"
             raise ConfigError(
                 f"{self.name} cannot draw {asked} (height x width) pixels; use {', '.join(map(str, self.sizes))}."
             )

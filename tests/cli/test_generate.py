@@ -1,0 +1,163 @@
+"""`underdraw generate` and `env` do what their help says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small
+from commands import call
+from PIL import Image
+
+from underdraw import Pipeline
+
+QUICK = ("--tree", "chain:depth=2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def pixels(path: Path) -> bytes:
+    return Image.open(path).tobytes()
+
+
+def test_one_picture(small_model: Path, folder: Path) -> None:
+    done = call("generate", "a red fox", "-m", small_model, "-o", "fox.png", "--seed", 7)
+    assert done.code == 0 and done.err == ""
+    (line,) = done.out.splitlines()
+    assert line.startswith("fox.png: ") and "passes" in line and "tokens per pass" in line and "seed 7" in line
+    picture = Image.open("fox.png")
+    assert picture.size == (small.PIXELS, small.PIXELS) and np.asarray(picture).std() > 1
+    assert sorted(path.name for path in folder.iterdir()) == ["fox.png"]
+
+
+def test_json_is_the_last_line(small_model: Path, folder: Path) -> None:
+    done = call("generate", "a red fox", "-m", small_model, "-o", "a.png", "--seed", 7, "--json", "--compare")
+    record = done.record
+    for key in ("seconds", "passes", "tokens", "tokens_per_pass", "mean_depth", "speedup", "identical"):
+        assert key in record
+    assert record["identical"] is True and record["tokens"] == record["plain_passes"] == small.TOKENS
+    assert record["tokens_per_pass"] == pytest.approx(small.TOKENS / record["passes"], abs=1e-3)
+    assert record["passes"] < small.TOKENS
+
+
+def test_without_compare_nothing_is_compared(small_model: Path, folder: Path) -> None:
+    record = call("generate", "a red fox", "-m", small_model, "-o", "a.png", "--json", *QUICK).record
+    assert "speedup" not in record and "identical" not in record
+
+
+def test_another_law_is_not_called_identical(small_model: Path, folder: Path) -> None:
+    """The check behind `identical` can fail: rejection draws another picture."""
+    arguments = ("-m", small_model, "-o", "a.png", "--seed", 7, "--verifier", "rejection", "--compare", "--json")
+    assert call("generate", "a red fox", *arguments).record["identical"] is False
+
+
+def test_metadata_draws_the_picture_again(small_model: Path, folder: Path) -> None:
+    call("generate", "ein Fuchs, 狐 🦊", "-m", small_model, "-o", "a.png", "--temperature", 0.8, "--top-k", 99)
+    text = Image.open("a.png").text  # type: ignore[attr-defined]
+    assert text["prompt"] == "ein Fuchs, 狐 🦊" and text["model"] == str(small_model)
+    settings = json.loads(text["settings"])
+    assert settings["temperature"] == 0.8 and settings["top_k"] == 99 and settings["guidance"] == 3.0
+    again = ("--temperature", settings["temperature"], "--top-k", settings["top_k"], "--seed", text["seed"])
+    call("generate", text["prompt"], "-m", text["model"], "-o", "b.png", *again, *QUICK)
+    assert pixels(folder / "a.png") == pixels(folder / "b.png")
+
+
+def test_name_from_prompt_and_seed(small_model: Path, folder: Path) -> None:
+    assert call("generate", "A red/fox: 狐!", "-m", small_model, "--seed", 3, "--quiet", *QUICK).out == ""
+    assert [path.name for path in folder.iterdir()] == ["a-red-fox-狐-3.png"]
+
+
+def test_a_random_seed_is_told(small_model: Path, folder: Path) -> None:
+    told = [call("generate", "fox", "-m", small_model, "-o", f"{i}.png", "--json", *QUICK).record for i in range(2)]
+    seeds = [record["seed"] for record in told]
+    assert seeds[0] != seeds[1]
+    call("generate", "fox", "-m", small_model, "-o", "again.png", "--seed", seeds[0], *QUICK)
+    assert pixels(folder / "0.png") == pixels(folder / "again.png") != pixels(folder / "1.png")
+
+
+def test_force_replaces(small_model: Path, folder: Path) -> None:
+    (folder / "a.png").write_text("old")
+    assert call("generate", "fox", "-m", small_model, "-o", "a.png", "--force", *QUICK).code == 0
+    assert Image.open("a.png").size == (small.PIXELS, small.PIXELS)
+
+
+def test_sheets(small_model: Path, folder: Path) -> None:
+    arguments = ("-o", "a.png", "--heatmap", "heat.png", "--compare-image", "both.png", "--json")
+    record = call("generate", "fox", "-m", small_model, *arguments).record
+    assert record["identical"] is True and record["heatmap"] == "heat.png" and record["compare_image"] == "both.png"
+    heat, both = Image.open("heat.png"), Image.open("both.png")
+    assert heat.width > 4 * 288 and both.width > 2 * 288
+    left, right = (np.asarray(both.crop((x, 80, x + 288, 300))) for x in (16, 320))
+    assert np.array_equal(left, right) and left.std() > 1
+
+
+def test_many_pictures_of_one_prompt(small_model: Path, folder: Path) -> None:
+    record = call("generate", "fox", "-m", small_model, "--n", 3, "-o", "foxes", "--seed", 5, "--json", *QUICK).record
+    assert record["pictures"] == record["drawn"] == 3 and record["tokens"] == 3 * small.TOKENS
+    rows = [json.loads(line) for line in Path("foxes/manifest.jsonl").read_text().splitlines()]
+    assert [row["seed"] for row in rows] == [5, 6, 7] and len({pixels(folder / "foxes" / r["file"]) for r in rows}) == 3
+    out = Pipeline.from_pretrained(small_model)("fox", num_images_per_prompt=3, seed=5)
+    assert [image.tobytes() for image in out.images] == [pixels(folder / "foxes" / row["file"]) for row in rows]
+
+
+def test_batches_draw_the_same(small_model: Path, folder: Path) -> None:
+    Path("prompts.txt").write_text("a red fox\n\na blue house\n  a tree \n", encoding="utf-8")
+    common = ("--prompts", "prompts.txt", "-m", small_model, "--seed", 1, "--n", 2, "--compare", "--json", *QUICK)
+    one = call("generate", *common, "-o", "one").record
+    four = call("generate", *common, "-o", "four", "--batch", 4).record
+    assert one["identical"] is True and four["identical"] is True and one["passes"] == four["passes"]
+    names = [f"{index:05d}.png" for index in range(6)]
+    assert [pixels(folder / "one" / name) for name in names] == [pixels(folder / "four" / name) for name in names]
+    assert json.loads(Path("one/manifest.jsonl").read_text().splitlines()[4])["prompt"] == "a tree"
+
+
+def test_published_sets(small_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ["Prompt\tCategory\tChallenge\tNote", "bond\tAbstract\tBasic\tB", 'the word "fox"\tAbstract\tBasic\tB', ""]
+    (folder / "PartiPrompts.tsv").write_text("\n".join(rows))
+    captions = [(7, 3, "second of 7"), (2, 9, "of 2"), (7, 1, "first of 7 ")]
+    keys = ("image_id", "id", "caption")
+    document = {"annotations": [dict(zip(keys, row, strict=True)) for row in captions]}
+    (folder / "annotations").mkdir()
+    (folder / "annotations" / "captions_val2017.json").write_text(json.dumps(document))
+    call("generate", "--prompts", "parti", "--data", folder, "-m", small_model, "-o", "p", "--tree", "none")
+    monkeypatch.setenv("UNDERDRAW_DATA", str(folder))
+    call("generate", "--prompts", "coco", "-m", small_model, "-o", "c", "--limit", 2, "--tree", "none")
+    found = [
+        [json.loads(line)["prompt"] for line in Path(name, "manifest.jsonl").read_text().splitlines()] for name in "pc"
+    ]
+    assert found == [["bond", 'the word "fox"'], ["of 2", "first of 7"]]
+
+
+def test_overlong_prompts_can_be_skipped(small_model: Path, folder: Path) -> None:
+    Path("p.txt").write_text("fox\n" + "fox " * 99 + "\nblue\n")
+    common = ("--prompts", "p.txt", "-m", small_model, "--seed", 3, "--tree", "none", "--json")
+    record = call("generate", *common, "-o", "p", "--overlong", "skip").record
+    assert (record["pictures"], record["skipped"]) == (2, 1)
+    rows = [json.loads(line) for line in Path("p/manifest.jsonl").read_text().splitlines()]
+    assert [(row["index"], row["seed"]) for row in rows] == [(0, 3), (2, 5)]  # skipping moves no seed
+
+
+@pytest.mark.parametrize("prompt", ["狐", "лиса", "ثعلب", "🦊", "लोमड़ी", "zorro\t¿rojo?", "-- --fox"])
+def test_prompts_in_any_script(small_model: Path, folder: Path, prompt: str) -> None:
+    done = call("generate", "-m", small_model, "-o", "a.png", "--tree", "none", "--", prompt)
+    assert done.code == 0, done.err
+    assert Image.open("a.png").text["prompt"] == prompt  # type: ignore[attr-defined]
+
+
+def test_env() -> None:
+    known = call("env", "--json").record
+    assert {"versions", "system", "devices", "kernels", "parts"} <= set(known)
+    assert known["versions"]["torch"] != "not installed" and "cpu" in known["devices"]
+    text = call("env").out
+    assert known["versions"]["torch"] in text and known["kernels"]["attention"] in text
+
+
+def test_version_and_help() -> None:
+    assert call("--version").out.strip().count(".") == 2
+    assert call("--help").code == call("generate", "-h").code == call().code == 0

@@ -1,0 +1,155 @@
+"""Many pictures: whatever stops a run, the same command goes on; nothing is lost and nothing is drawn twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Result, call, start
+from PIL import Image
+
+from underdraw.cli.manifest import Manifest
+
+COUNT = 14
+
+
+@pytest.fixture
+def command(small_model: Path, tmp_path: Path) -> list[object]:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"a red fox {i}\n" for i in range(COUNT)))
+    common = ["--prompts", prompts, "-m", small_model, "--seed", 3, "--tree", "none", "--json"]
+    return ["generate", *common, "-o", tmp_path / "out"]
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The manifest's lines, each of them whole."""
+    text = (folder / "manifest.jsonl").read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def finish(command: list[object], folder: Path, before: int) -> Result:
+    """Run the command again; the folder is then what one uninterrupted run leaves."""
+    path = folder / "manifest.jsonl"
+    whole = path.read_text().split("\n")[:-1] if path.exists() else []
+    noted = [folder / json.loads(line)["file"] for line in whole]
+    times = {picture: picture.stat().st_mtime_ns for picture in noted if picture.exists()}
+    assert len(times) == before
+    done = call(*command)
+    assert done.code == 0, done.err
+    assert done.record["drawn"] == COUNT - before and done.record["pictures"] == COUNT
+    found = rows(folder)
+    assert sorted(row["index"] for row in found) == list(range(COUNT))  # nothing lost, nothing twice
+    assert all(row["prompt"] == f"a red fox {row['index']}" and row["seed"] == 3 + row["index"] for row in found)
+    names = {row["file"] for row in found}
+    assert {path.name for path in folder.iterdir()} == {*names, "run.json", "manifest.jsonl"}
+    for picture, when in times.items():  # what was there stayed untouched
+        assert picture.stat().st_mtime_ns == when
+    for name in names:
+        Image.open(folder / name).load()
+    return done
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
+def test_a_stopped_run_goes_on(command: list[object], tmp_path: Path, how: signal.Signals) -> None:
+    folder = tmp_path / "out"
+    process = start(*command, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    manifest = folder / "manifest.jsonl"
+    while not manifest.exists() or manifest.read_text().count("\n") < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=30)
+    left = manifest.read_bytes()
+    before = left.count(b"\n")
+    assert 3 <= before < COUNT
+    if how == signal.SIGINT:
+        assert process.returncode == 130 and "Traceback" not in err
+        assert f"{before} of {COUNT} pictures are drawn" in err and err.endswith("stopped.\n")
+    else:
+        assert process.returncode == -signal.SIGKILL
+    finish(command, folder, before)
+    one = call(*command[:-1], tmp_path / "whole")
+    assert one.record["passes"] == COUNT * 35
+    for path in folder.glob("*.png"):
+        assert Image.open(path).tobytes() == Image.open(tmp_path / "whole" / path.name).tobytes()
+
+
+def cut_line(folder: Path) -> int:
+    path = folder / "manifest.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    return 4
+
+
+def half_a_picture(folder: Path) -> int:
+    (folder / ".00005.png.part").write_bytes(b"\x89PNG")
+    return 5
+
+
+def picture_without_line(folder: Path) -> int:
+    (folder / "00005.png").write_bytes((folder / "00000.png").read_bytes())
+    return 5
+
+
+def line_without_picture(folder: Path) -> int:
+    (folder / "00002.png").unlink()
+    return 4
+
+
+def no_line_yet(folder: Path) -> int:
+    (folder / "manifest.jsonl").unlink()
+    return 0
+
+
+STATES = [cut_line, half_a_picture, picture_without_line, line_without_picture, no_line_yet]
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+def test_every_state_that_a_stop_can_leave(
+    command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: Callable[[Path], int]
+) -> None:
+    folder = tmp_path / "out"
+    append = Manifest.append
+
+    def five(self: Manifest, row: dict[str, Any]) -> None:
+        append(self, row)
+        if len(self.rows) == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "append", five)
+        stopped = call(*command)
+    assert stopped.code == 130 and f"5 of {COUNT} pictures" in stopped.err
+    finish(command, folder, state(folder))
+
+
+def test_a_finished_run_draws_nothing(command: list[object], tmp_path: Path) -> None:
+    first = call(*command).record
+    again = finish(command, tmp_path / "out", COUNT).record
+    assert again == {**first, "drawn": 0}
+
+
+def test_the_seed_of_a_run_is_kept(small_model: Path, tmp_path: Path) -> None:
+    command = ["generate", "fox", "-n", 2, "-m", small_model, "-o", tmp_path / "out", "--tree", "none", "--json"]
+    first = call(*command).record
+    (tmp_path / "out" / "00001.png").unlink()
+    again = call(*command).record
+    assert again["seed"] == first["seed"] and again["drawn"] == 1
+
+
+def test_force_starts_again(small_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    command = ["generate", "fox", "-m", small_model, "-o", folder, "--tree", "none", "--seed", 1]
+    call(*command, "-n", 4)
+    (folder / "letter.txt").write_text("mine")
+    assert call(*command, "-n", 2).code == 2
+    assert call(*command, "-n", 2, "--force").code == 0
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"00000.png", "00001.png", "letter.txt", "manifest.jsonl", "run.json"}
+    assert len(rows(folder)) == 2

@@ -1,0 +1,44 @@
+"""Running commands: in this process, which is fast, or in one of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from underdraw.cli.app import main
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def record(self) -> Any:
+        """The object in the last line."""
+        return json.loads(self.out.splitlines()[-1])
+
+
+def call(*arguments: object) -> Result:
+    """`underdraw ARGUMENTS` in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
+    """`underdraw ARGUMENTS` in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "underdraw", *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )

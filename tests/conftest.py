@@ -21,5 +21,5 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pipe(small_model: Path) -> Pipeline:
-    """A pipeline of the small model, new for every test."""
-    return Pipeline.from_pretrained(small_model)
+    """A pipeline of the small model with a tree that costs little, new for every test."""
+    return Pipeline.from_pretrained(small_model, tree="chain:depth=2")

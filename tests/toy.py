@@ -119,6 +119,7 @@ def run(
     top_p: float = 1.0,
     first: int = 0,
     rows: Sequence[Prompt] | None = None,
+    laws: str = "skip",
 ) -> tuple[Tensor, list[History], list[Step]]:
     """Tokens (B, steps), histories and steps of one decode; `first` is the prompt that seeds[0] goes with."""
     device = of.net.head.weight.device
@@ -134,7 +135,8 @@ def run(
             sampler,
             guidance=guidance,
             proposal=proposal,
-            histories=histories,  # type: ignore[arg-type]
+            histories=histories,
+            laws=laws,  # type: ignore[arg-type]
         )
     )
     return torch.stack([torch.from_numpy(h.tokens) for h in histories]), histories, steps

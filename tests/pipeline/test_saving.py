@@ -1,0 +1,96 @@
+"""save_pretrained and push_to_hub: what is written can be loaded, and nothing is written by halves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+
+from underdraw import Pipeline
+from underdraw.errors import UnderdrawError
+from underdraw.history import History
+from underdraw.plan import TreePlan
+from underdraw.policies.adjacency import Adjacency
+
+
+def test_round_trip(small_model: Path, tmp_path: Path) -> None:
+    pipe = Pipeline.from_pretrained(small_model, tree=Adjacency(init="both", nodes=16), verifier="lantern:delta=0.2")
+    folder = pipe.save_pretrained(tmp_path / "deep" / "saved")
+    assert {path.name for path in tmp_path.joinpath("deep").iterdir()} == {"saved"}  # no leftovers
+    again = Pipeline.from_pretrained(folder)
+    assert again.tree == pipe.tree and again.verifier_name == "lantern:delta=0.2" and again.drafter_name == "drafter"
+    assert again("fox", seed=1).images[0].tobytes() == pipe("fox", seed=1).images[0].tobytes()
+    chosen = Pipeline.from_pretrained(folder, tree="none", verifier="exact", drafter="jacobi")
+    assert (chosen.tree_name, chosen.verifier_name, chosen.drafter_name) == ("none", "exact", "jacobi")
+    twice = again.save_pretrained(tmp_path / "twice")
+    assert sorted(p.name for p in twice.rglob("*")) == sorted(p.name for p in folder.rglob("*"))
+
+
+def test_a_drafter_from_elsewhere_comes_along(small_model: Path, tmp_path: Path) -> None:
+    bare = small.write(tmp_path / "bare", drafter=False)
+    shutil.copytree(small_model / "drafter", tmp_path / "mine")
+    pipe = Pipeline.from_pretrained(bare, drafter=str(tmp_path / "mine"))
+    folder = pipe.save_pretrained(tmp_path / "saved")
+    shutil.rmtree(tmp_path / "mine")
+    again = Pipeline.from_pretrained(folder)
+    assert again.drafter_name == "drafter-mine"
+    assert again("fox", seed=1).history.passes == pipe("fox", seed=1).history.passes
+
+
+@dataclass(frozen=True)
+class Nameless:
+    def plan(self, history: History, step: int) -> TreePlan:
+        return TreePlan(1, 1, 1, 2)
+
+
+def test_what_cannot_be_loaded_again_is_not_saved(pipe: Pipeline, tmp_path: Path) -> None:
+    pipe.tree = Nameless()
+    with pytest.raises(UnderdrawError, match="nameless"):
+        pipe.save_pretrained(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_taken(pipe: Pipeline, tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("mine")
+    for path in (tmp_path, tmp_path / "letter.txt"):
+        with pytest.raises(UnderdrawError, match="not an empty folder"):
+            pipe.save_pretrained(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+class Hub:
+    """What of huggingface_hub's HfApi is used, and a record of it."""
+
+    calls: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012
+
+    def __init__(self, token: str | None = None) -> None:
+        self.calls.append(("token", {"token": token}))
+
+    def create_repo(self, repo_id: str, **options: Any) -> None:
+        if repo_id == "nobody/refused":
+            raise OSError("403 Forbidden\nmore lines")
+        self.calls.append(("create", {"repo_id": repo_id, **options}))
+
+    def upload_folder(self, *, repo_id: str, folder_path: str) -> str:
+        files = {str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()}
+        choice = json.loads(Path(folder_path, "underdraw.json").read_text())
+        self.calls.append(("upload", {"files": files, "choice": choice}))
+        return f"https://huggingface.co/{repo_id}/commit/0"
+
+
+def test_push_to_hub(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hub.calls.clear()
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    pipe.tree = "chain:depth=2"  # type: ignore[assignment]
+    assert pipe.push_to_hub("me/mine", token="t", private=True).startswith("https://huggingface.co/me/mine")
+    (_, token), (_, create), (_, upload) = Hub.calls
+    assert token == {"token": "t"} and create == {"repo_id": "me/mine", "private": True, "exist_ok": True}
+    assert {"config.json", "decoder/text.json", "drafter/model-0.safetensors", "underdraw.json"} <= upload["files"]
+    assert upload["choice"] == {"drafter": "drafter", "tree": "chain:depth=2", "verifier": "exact"}
+    with pytest.raises(UnderdrawError, match=r"403 Forbidden\); check the name and your token"):
+        pipe.push_to_hub("nobody/refused")

@@ -51,7 +51,7 @@ def text_tokenizer(path: Path, first: int, specials: Mapping[str, int] | None = 
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
 
-    words = {word: first + index for index, word in enumerate([*WORDS.split(), "<unk>", "*", ":", "User", "Assistant"])}
+    words = {word: first + index for index, word in enumerate([*WORDS.split(), "<unk>", "*", ":", "160x96"])}
     digits = {str(number): first + len(words) + number for number in range(130)}
     tokenizer = Tokenizer(WordLevel({**words, **digits, **(specials or {})}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()

@@ -70,7 +70,7 @@ def load_published(folder: Path, target: DecoderTarget) -> Eagle:
 
 def _headless(arch: Arch, *, bias: bool) -> EagleNet:
     net = EagleNet(arch, arch.dim, above=False, bias=bias)
-    net.body.head = Linear(0, 0, bias=False)  # the target's own takes its place
+    net.body.head = Linear(1, 1, bias=False)  # the target's own takes its place
     return net
 
 

@@ -1,0 +1,28 @@
+"""A model's logits along given tokens, as the decoding loop sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from underdraw.layout import Layout
+from underdraw.loading import load_model
+from underdraw.models.checkpoint import open_checkpoint
+from underdraw.models.family import Model, Placement
+from underdraw.protocols import Prompt
+from underdraw.tree import chain
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+
+
+def load(path: Path) -> Model:
+    return load_model(open_checkpoint(path), CPU)
+
+
+def logits_along(model: Model, prompt: Prompt, layout: Layout, tokens: Tensor, guidance: float = 1.0) -> Tensor:
+    """Logits of the first cell and of the token after each of `tokens` (N,), which start there: (N + 1, K)."""
+    session = model.target.open([prompt], layout, guidance=guidance)
+    output = session.run(chain(tokens[None]), torch.tensor([layout.start]))
+    return torch.cat([session.first.logits[0], output.logits[0]])

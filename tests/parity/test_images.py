@@ -1,0 +1,106 @@
+"""VQGAN image tokenizers against their formulas, and the shapes of the published files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import published
+import pytest
+import reference
+import torch
+from along import CPU
+
+from underdraw.errors import CheckpointError, ConfigError
+from underdraw.models.images import CHAMELEON, LLAMAGEN, Naming, load_vqgan
+from underdraw.nn.vqgan import VQGAN, VQArch
+
+KINDS = {"chameleon": CHAMELEON, "llamagen": LLAMAGEN}
+SHAPES = {
+    "chameleon": ((32, 32, 64), 8),
+    "llamagen-16": ((32, 32, 32, 32, 64), 16),
+    "llamagen-8": ((32, 64, 64, 32), 8),
+}
+
+
+def write(path: Path, kind: str, widths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    state = published.vqgan(kind, 64, widths)
+    torch.save({"state_dict" if kind == "chameleon" else "model": state}, path)
+    return state
+
+
+def load(path: Path, kind: str) -> VQGAN:
+    return load_vqgan(path, KINDS[kind], CPU, ignored=["loss", r"quantize\.codebook_used$"])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_decode_and_encode(tmp_path: Path, name: str) -> None:
+    kind, (widths, _) = name.partition("-")[0], SHAPES[name]
+    state = write(tmp_path / "vq.pt", kind, widths)
+    images = load(tmp_path / "vq.pt", kind)
+    side = 2 ** (len(widths) - 1)
+    assert images.downsample == side
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 64, (2, 3, 2), generator=generator)
+    decoded = images.decode(codes)
+    assert decoded.shape == (2, 3, 3 * side, 2 * side)
+    expected = reference.vq_decode(state, codes, kind).clamp(-1, 1)
+    torch.testing.assert_close(decoded, expected, atol=1e-4, rtol=0)
+    pixels = torch.rand(2, 3, 2 * side, 3 * side, generator=generator) * 2 - 1
+    assert torch.equal(images.encode(pixels), reference.vq_encode(state, pixels, kind))
+
+
+def test_lookup_is_on_the_unit_sphere_only_for_llamagen(tmp_path: Path) -> None:
+    """Oracle 13."""
+    for kind, unit in (("llamagen", True), ("chameleon", False)):
+        state = write(tmp_path / "vq.pt", kind, (32, 32))
+        images = load(tmp_path / "vq.pt", kind)
+        cells = images.quantize.lookup(torch.arange(64).view(1, 8, 8))
+        lengths = cells.norm(dim=1)
+        assert torch.allclose(lengths, torch.ones_like(lengths)) == unit
+        assert torch.equal(images.codebook, state["quantize.embedding.weight"])
+
+
+@pytest.mark.parametrize(
+    ("naming", "arch", "count", "parameters"),
+    [
+        (CHAMELEON, VQArch((128, 128, 256, 256, 512)), 293, 68.7e6),
+        (LLAMAGEN, VQArch((128, 128, 256, 256, 512), codes=16384, code_dim=8, deep_attention=True), 343, 72e6),
+        (LLAMAGEN, VQArch((128, 256, 256, 512), codes=16384, code_dim=8, deep_attention=True), 299, 70e6),
+    ],
+)
+def test_published_shapes(naming: Naming, arch: VQArch, count: int, parameters: float) -> None:
+    """As many tensors and parameters as the published files have (LlamaGen's also count code usage)."""
+    with torch.device("meta"):
+        state = VQGAN(arch).state_dict()
+    assert len(state) == count
+    assert sum(value.numel() for value in state.values()) == pytest.approx(parameters, rel=0.03)
+    kind = "chameleon" if naming is CHAMELEON else "llamagen"
+    shapes = dict(published.vqgan_shapes(kind, arch.widths, arch.codes, arch.code_dim, 256))
+    own = {naming.published(name, len(arch.widths)): tuple(value.shape) for name, value in state.items()}
+    assert own == {name: shape for name, shape in shapes.items() if "codebook_used" not in name}
+
+
+def test_published_names_of_shortcuts() -> None:
+    """Where the published tokenizers change their width."""
+    names = [name for name, _ in published.vqgan_shapes("llamagen", (128, 128, 256, 256, 512), 16, 8, 256)]
+    found = [name.removesuffix(".nin_shortcut.weight") for name in names if name.endswith("nin_shortcut.weight")]
+    assert sorted(found) == [
+        "decoder.conv_blocks.1.res.0", "decoder.conv_blocks.3.res.0",
+        "encoder.conv_blocks.2.res.0", "encoder.conv_blocks.4.res.0",
+    ]  # fmt: skip
+
+
+def test_pictures_of_odd_sizes(tmp_path: Path) -> None:
+    write(tmp_path / "vq.pt", "chameleon", (32, 32))
+    with pytest.raises(ConfigError, match="9x8 pixels is not a multiple of 2 on both sides; crop it to 8x8"):
+        load(tmp_path / "vq.pt", "chameleon").encode(torch.zeros(1, 3, 9, 8))
+
+
+def test_files_that_are_no_tokenizers(tmp_path: Path) -> None:
+    state = published.vqgan("chameleon", 64, (32, 32))
+    torch.save({name: value for name, value in state.items() if "quantize" not in name}, tmp_path / "vq.pt")
+    with pytest.raises(CheckpointError, match=r"no quantize\.embedding\.weight"):
+        load(tmp_path / "vq.pt", "chameleon")
+    torch.save({**state, "decoder.extra.weight": torch.zeros(1)}, tmp_path / "vq.pt")
+    with pytest.raises(CheckpointError, match=r"lacks nothing and has decoder\.extra\.weight"):
+        load(tmp_path / "vq.pt", "chameleon")

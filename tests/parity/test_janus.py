@@ -1,0 +1,93 @@
+"""Janus against transformers: rows, logits, and whole greedy pictures by its own `generate`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import along
+import pytest
+import torch
+from conftest import Case
+from torch import Tensor
+
+from underdraw.errors import CheckpointError
+from underdraw.pipeline import Pipeline
+
+WORDS = "a red fox"
+
+
+def drawn(count: int) -> Tensor:
+    return torch.randint(0, 64, (count,), generator=torch.Generator().manual_seed(2))
+
+
+@torch.no_grad()
+def logits(model: object, row: tuple[int, ...], codes: Tensor) -> Tensor:
+    """transformers' image logits after a row of text tokens and after each code."""
+    text = model.get_input_embeddings()(torch.tensor([row]))  # type: ignore[attr-defined]
+    image = model.prepare_embeddings_for_image_generation(codes[None])  # type: ignore[attr-defined]
+    hidden = model.model.language_model(inputs_embeds=torch.cat([text, image], 1)).last_hidden_state  # type: ignore[attr-defined]
+    return model.model.generation_head(hidden)[0, len(row) - 1 :]  # type: ignore[attr-defined]
+
+
+def test_rows(janus: Case) -> None:
+    """One turn of talk; the unconditional row is as long, with padding between start and image start."""
+    prompt = janus.model.prompt(f" {WORDS} ", None, janus.model.sizes[0])
+    colon = 20 + 20
+    assert prompt.condition == (1, 6, colon, 20, 21, 22, 7, colon, 4)
+    assert prompt.unconditional == (1, *[2] * 7, 4)
+    assert janus.model.prompt(WORDS, "ice", janus.model.sizes[0]).unconditional == (1, 6, colon, 26, 7, colon, 4)
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_logits(janus: Case, scale: float) -> None:
+    model, codes = janus.model, drawn(11)
+    size = model.sizes[0]
+    layout, prompt = model.layout(size), model.prompt(WORDS, None, size)
+    ours = along.logits_along(model, prompt, layout, codes + layout.codes.start, scale)
+    cond, uncond = (logits(janus.source, row, codes) for row in (prompt.condition, prompt.unconditional))  # type: ignore[arg-type]
+    torch.testing.assert_close(ours, uncond + scale * (cond - uncond), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tree", ["none", "adjacency"])
+@pytest.mark.parametrize("words", [WORDS, "snow on the blue ice"])
+def test_greedy_pictures_are_those_of_transformers(janus: Case, tree: str, words: str) -> None:
+    pipe = Pipeline(janus.model, drafter="jacobi", tree=tree)
+    ours = pipe(words, temperature=0, output_type="codes").images
+    row = torch.tensor([janus.model.prompt(words, None, janus.model.sizes[0]).condition])
+    theirs = janus.source.generate(
+        row, attention_mask=torch.ones_like(row), generation_mode="image", do_sample=False, guidance_scale=5
+    )
+    assert torch.equal(ours.flatten(1), theirs)
+
+
+def test_decoded_pictures(janus: Case) -> None:
+    codes = drawn(16).view(1, 16)
+    theirs = janus.source.model.vqmodel.decode(codes).clamp(-1, 1)
+    torch.testing.assert_close(janus.model.images.decode(codes.view(1, 4, 4)), theirs, atol=1e-4, rtol=0)
+
+
+def test_cells(janus: Case) -> None:
+    """What the encoder makes of pixels, before codes are compared: transformers leaves out that they have length 1."""
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    other, own = janus.source.model.vqmodel, janus.model.images
+    with torch.no_grad():
+        theirs = other.quant_conv(other.encoder(pixels))
+        torch.testing.assert_close(own.quant_conv(own.encoder(pixels)), theirs, atol=1e-4, rtol=0)
+    cells, book = (torch.nn.functional.normalize(x, dim=-1) for x in (theirs.movedim(1, -1), own.codebook))
+    assert torch.equal(own.encode(pixels), (cells @ book.T).argmax(-1))
+
+
+def test_shards(janus: Case) -> None:
+    assert len(list(janus.path.glob("*.safetensors"))) > 10
+
+
+def test_a_missing_part_is_named(tmp_path: Path, janus: Case) -> None:
+    folder = shutil.copytree(janus.path, tmp_path / "janus")
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text())
+    lost = files["weight_map"]["model.language_model.layers.1.mlp.down_proj.weight"]
+    (folder / lost).unlink()
+    with pytest.raises(CheckpointError, match=f"has no {lost}"):
+        along.load(folder)

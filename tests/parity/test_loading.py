@@ -1,0 +1,243 @@
+"""Checkpoints on disk and on the hub: what is refused, with which sentence, and how much memory loading takes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import along
+import published
+import pytest
+import torch
+from conftest import Case
+from safetensors.torch import load_file, save_file
+
+from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
+from underdraw.models import hf
+from underdraw.models.checkpoint import Checkpoint, Hub, on_hub, open_checkpoint
+from underdraw.models.family import Size
+
+
+@pytest.fixture
+def folder(tmp_path: Path, anole: Case) -> Path:
+    return shutil.copytree(anole.path, tmp_path / "anole")
+
+
+def edit(folder: Path, change: Any) -> None:
+    """Rewrite the shards."""
+    for path in sorted(folder.glob("*.safetensors")):
+        state = load_file(path)
+        change(state)
+        save_file(state, path)
+
+
+def test_missing_keys_are_named(folder: Path) -> None:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        state.pop("model.layers.1.self_attn.q_proj.weight", None)
+
+    edit(folder, change)
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.self_attn\.q_proj\.weight and has nothing"):
+        along.load(folder)
+
+
+def test_unexpected_keys_are_named(folder: Path) -> None:
+    edit(folder, lambda state: state.update({f"model.extra.{i}": torch.zeros(1) for i in range(9)}))
+    with pytest.raises(CheckpointError, match=r"has model\.extra\.0, .*model\.extra\.5 and 3 more that its family"):
+        along.load(folder)
+
+
+def test_wrong_shapes_are_named(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    with pytest.raises(CheckpointError, match=r"has the shape \(\d+, \d+\) where its configuration says"):
+        along.load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 1000, -1])
+def test_truncated_safetensors(folder: Path, keep: int) -> None:
+    path = sorted(folder.glob("*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=rf"{path.name} cannot be read \(.*damaged or incomplete: fetch it again"):
+        along.load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 100, -100])
+def test_truncated_pickles(tmp_path: Path, keep: int) -> None:
+    path, _ = published.llamagen(tmp_path, "c2i")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"c2i_XL_64\.pt cannot be read"):
+        along.load(path)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("this ran",))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickles_run_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], zipped: bool) -> None:
+    torch.save({"model": Harmful()}, tmp_path / "m.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match="not weights, and running them would not be safe"):
+        along.load(tmp_path / "m.pt")
+    (tmp_path / "n.pt").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(CheckpointError):
+        along.load(tmp_path / "n.pt")
+    assert "this ran" not in capsys.readouterr().out
+
+
+def test_old_pickles_load(tmp_path: Path, c2i: Case) -> None:
+    """Files from before torch's zip format cannot be mapped into memory, but read."""
+    path, state = published.llamagen(tmp_path, "c2i")
+    torch.save({"model": state}, path, _use_new_zipfile_serialization=False)
+    own, other = along.load(path).target.net.state_dict(), c2i.model.target.net.state_dict()
+    assert all(torch.equal(own[name], other[name]) for name in other)
+
+
+def test_what_no_family_knows(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(
+        UnsupportedError, match=r"no family that underdraw knows \(mamba\); known are anole, emu3, janus"
+    ):
+        along.load(tmp_path)
+    torch.save({"model": {"weight": torch.zeros(1)}}, tmp_path / "other.pt")
+    with pytest.raises(UnsupportedError, match="of no family"):
+        along.load(tmp_path / "other.pt")
+
+
+def test_configurations_that_cannot_be_loaded(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"attention_bias": True}, "has attention_bias"),
+        ({"hidden_act": "gelu"}, "only silu"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, r"scales its positions \(linear\)"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UnsupportedError, match=message):
+            along.load(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+    with pytest.raises(CheckpointError, match=r"configuration of .* is incomplete or damaged"):
+        along.load(folder)
+
+
+def test_sizes_that_a_family_does_not_draw(anole: Case, lumina: Case) -> None:
+    with pytest.raises(ConfigError, match=r"cannot draw 500x64 \(height x width\) pixels; use 64x64"):
+        anole.model.size(500, None)
+    with pytest.raises(ConfigError, match=r"use 128x128, .*96x160"):
+        lumina.model.size(128, 256)
+    assert lumina.model.size(96, 160) == Size(96, 160)
+    assert lumina.model.size(None, None) == Size(128, 128)
+
+
+def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(
+        UnsupportedError, match=r"needs the package tokenizers; install it with: pip install 'underdraw\[fam"
+    ):
+        along.load(folder)
+    with pytest.raises(UnsupportedError, match="needs the package no_such_package"):
+        hf.package("no_such_package", "a test")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("leloy/Anole-7b-v0.1-hf", True),
+        ("peizesun/llamagen_t2i/t2i_XL_stage1_256.pt", True),
+        ("owner/name/more", False),
+        ("models/c2i_B_256.pt", False),
+        ("name", False),
+        ("./a/b", False),
+        ("/a/b", False),
+        ("a//b", False),
+    ],
+)
+def test_names_of_the_hub(name: str, expected: bool) -> None:
+    """A dot in a repository's name does not make it a file."""
+    assert on_hub(name) == expected
+
+
+def test_the_hub_is_asked_as_the_user_said(monkeypatch: pytest.MonkeyPatch, anole: Case) -> None:
+    import huggingface_hub
+
+    asked: list[tuple[Any, ...]] = []
+
+    def snapshot(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(anole.path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    hub = Hub(revision="v1", token="secret", cache_dir="/cache", local_files_only=True)
+    checkpoint = open_checkpoint("leloy/Anole-7b-v0.1-hf", hub)
+    name, options = asked[0]
+    assert name == "leloy/Anole-7b-v0.1-hf" and checkpoint.path == anole.path
+    wanted = {"revision": "v1", "token": "secret", "cache_dir": "/cache", "local_files_only": True}
+    assert {key: options[key] for key in wanted} == wanted
+    checkpoint.companion(["not there"], "leloy/Anole-7b-v0.1-vqvae-hf")
+    assert asked[1][1]["revision"] is None and asked[1][1]["token"] == "secret"
+
+
+def test_from_the_hubs_cache_offline(tmp_path: Path, anole: Case) -> None:
+    repository = tmp_path / "models--leloy--Anole-7b-v0.1-hf"
+    shutil.copytree(anole.path, repository / "snapshots" / ("a" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    hub = Hub(cache_dir=str(tmp_path), local_files_only=True)
+    assert open_checkpoint("leloy/Anole-7b-v0.1-hf", hub).config["model_type"] == "chameleon"
+    with pytest.raises(CheckpointError, match="nobody/nothing could not be fetched"):
+        open_checkpoint("nobody/nothing", hub)
+
+
+def test_companions_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "vqgan.ckpt").touch()
+    (tmp_path / "near" / "model").mkdir(parents=True)
+    checkpoint = Checkpoint(tmp_path / "near" / "model", "m")
+    assert checkpoint.companion(["vqgan.ckpt"]) is None
+    monkeypatch.setenv("UNDERDRAW_FILES", f"/nowhere:{tmp_path / 'far'}")
+    assert checkpoint.companion(["vqgan.ckpt"]) == tmp_path / "far" / "vqgan.ckpt"
+
+
+MEMORY = """
+import sys, torch
+from pathlib import Path
+from underdraw.loading import load_model
+from underdraw.models import weights
+from underdraw.models.checkpoint import Checkpoint, open_checkpoint
+from underdraw.models.family import Placement
+
+torch.set_num_threads(1)
+def anonymous():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+peaks, fitting = [], weights._fitting
+def watched(*given):
+    out = fitting(*given)
+    peaks.append(anonymous())
+    return out
+
+weights._fitting = watched
+with torch.device("meta"):
+    torch.nn.Embedding(3, 3).to_empty(device="cpu")  # torch loads 70 MB of its own the first time
+before = anonymous()
+model = load_model(open_checkpoint(Path(sys.argv[1])), Placement(torch.device("cpu"), torch.float32))
+size = sum(p.nbytes for m in (model.target.net, model.images) for p in m.parameters())
+print(max(peaks) - before, anonymous() - before, size)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of memory")
+def test_loading_takes_the_weights_and_a_tenth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Private memory of a process that loads 230 MB of float32, watched at every tensor; mapped files do not count."""
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 5, "num_attention_heads": 12}
+    monkeypatch.setattr(published, "CHAMELEON", {**published.CHAMELEON, **sizes, "num_key_value_heads": 12})
+    published.anole(tmp_path, rows=12)
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    peak, after, size = map(int, done.stdout.split())
+    assert size > 200e6
+    assert peak < 1.1 * size and after < 1.1 * size

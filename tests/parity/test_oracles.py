@@ -1,0 +1,205 @@
+"""The numbers that the published systems agree on: ids, lengths, tables, shapes, trees.
+
+Oracles 4, 5 and 13 stand beside the families they belong to, 7 with the published drafters; 10, 11, 14 and 15, which
+concern decoding alone, with the tests of the core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import reference
+import torch
+from conftest import Case
+
+from underdraw.models import anole, chameleon, lumina
+from underdraw.models.checkpoint import Checkpoint
+from underdraw.models.family import Size
+from underdraw.nn.rope import Rope
+from underdraw.nn.transformer import Arch, Transformer
+from underdraw.plan import TreePlan
+from underdraw.policies.fixed import Static
+from underdraw.tree import DraftTree
+
+
+def test_ids(lumina: Case) -> None:
+    """Oracle 1."""
+    layout = lumina.model.layout(lumina.model.sizes[0])
+    assert layout.tokens(0) == 4 and layout.tokens(8191) == 8195
+    assert layout.columns_of(4) == 0 and layout.columns_of(8195) == 8191
+    assert layout.row_end == 8803 and chameleon.SEPARATOR == 8710
+
+
+@pytest.mark.parametrize(("side", "token"), [(512, 8820), (768, 8828), (1024, 8836)])
+def test_size_tokens(side: int, token: int) -> None:
+    assert lumina.layout(Size(side, side)).prologue == (8197, token, token)
+
+
+def test_lumina_lengths() -> None:
+    """Oracle 2: 2352 cells and row ends, 2353 with the end, 2356 with the header, 2357 with the separator."""
+    layout = lumina.layout(Size(768, 768))
+    assert layout.pitch * layout.height == 2352
+    assert layout.steps - len(layout.prologue) - 1 == 2353
+    assert layout.steps - 1 == 2356 and layout.steps == 2357
+    assert layout.epilogue == (8196, 8710)
+    ends = [step for step in range(3, 3 + 2352) if layout.forced(step)]
+    assert ends == [3 + 48 + 49 * row for row in range(48)]
+
+
+def test_lumina_sizes() -> None:
+    """The staircase of sides, in patches of 32, around the hyperbola of the target's area; none longer than 4:1."""
+    found = lumina.sizes(768)
+    assert found[0] == Size(768, 768) and len(set(found)) == len(found)
+    walked, width, height = set(), 24 * 24, 1
+    while width > 0:
+        if max(width, height) <= 4 * min(width, height):
+            walked.add(Size(height * 32, width * 32))
+        if (height + 1) * width <= 24 * 24:
+            height += 1
+        else:
+            width -= 1
+    assert set(found) == walked and Size(1024, 576) in walked
+
+
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [
+        ("Alpha-VLLM/Lumina-mGPT-7B-512", 512),
+        ("Alpha-VLLM/Lumina-mGPT-7B-1024", 1024),
+        ("/ckpts/Lumina-mGPT-7B-768-Omni", 768),
+        ("/ckpts/mine", 768),
+    ],
+)
+def test_lumina_target_size(name: str, side: int) -> None:
+    from pathlib import Path
+
+    assert lumina.target_size(Checkpoint(Path(), name)) == side
+
+
+@pytest.mark.parametrize("side", [16, 24, 32])
+def test_llamagen_rotations(side: int) -> None:
+    """Oracle 3: 120 zero rows, the first cell unturned, and row 1 turning the first 16 angles alone."""
+    from underdraw.layout import Layout
+
+    rope = Rope((0, 16, 16), pairing="interleaved", prefix="zero")
+    assert not rope.prompt(120, torch.device("cpu")).any()
+    layout = Layout(side, side, range(16384))
+    table = rope.raster(layout, torch.arange(side * side)[None], torch.zeros(1, dtype=torch.int64))[0]
+    assert torch.equal(table[0, 0], torch.ones(32)) and not table[0, 1].any()
+    rates = 10000.0 ** (-torch.arange(16) / 16)
+    torch.testing.assert_close(table[side, 1], torch.cat([rates.sin(), torch.zeros(16)]))
+    expected = reference.rotation_table(side, 64, 120)
+    torch.testing.assert_close(torch.complex(table[:, 0], table[:, 1]), expected[120:], atol=1e-5, rtol=0)
+    assert not expected[:120].any()
+
+
+def test_query_norms_of_equal_rows_are_one_row() -> None:
+    """Oracle 6: 32 equal rows (Anole) are one row (Lumina)."""
+    arch = Arch(64, 1, 4, 32, 40, Rope.one_axis(16), qk_norm="layer")
+    shared, each = Transformer(arch), Transformer(replace(arch, qk_norm_heads="per_head"))
+    state = shared.state_dict()
+    spread = {
+        name: value.repeat(4, 1) if "k_norm" in name or "q_norm" in name else value for name, value in state.items()
+    }
+    each.load_state_dict(spread)
+    assert each.state_dict()["blocks.0.q_norm.weight"].shape == (4, 16)
+    x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
+    rotation = arch.rope.prompt(5, x.device)[None]
+    from underdraw.nn.transformer import causal
+
+    with torch.no_grad():
+        assert torch.equal(shared(x, rotation, causal), each(x, rotation, causal))
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes", "leaves"),
+    [
+        ("mc_sim_7b_63", 25, 15),
+        ("mc_sim_7b_63_balanced", 25, 16),
+        ("naive_extend_57", 57, 33),
+        ("medusa_2_7b_63", 63, 42),
+        ("reverse_balanced_25", 25, 15),
+        ("chain", 5, 1),
+    ],
+)
+def test_static_trees(shape: str, nodes: int, leaves: int) -> None:
+    """Oracle 8: drafted nodes and leaves; the first path takes the first child at every level."""
+    from underdraw.history import History
+    from underdraw.layout import Layout
+
+    layout = Layout(8, 8, range(64))
+    if shape == "chain":
+        plan = TreePlan.of([-1, 0, 1, 2, 3, 4])
+    else:
+        plan = Static(shape=shape).plan(History(layout), 0)  # type: ignore[arg-type]
+    assert plan.shape is not None
+    assert len(plan.shape) - 1 == nodes
+    assert len(set(range(len(plan.shape))) - set(plan.shape)) == leaves
+
+
+def test_the_dynamic_tree_of_the_published_settings() -> None:
+    """Oracle 9: depth 5, 59 nodes with the root, parents first, scores that add up along paths."""
+    from underdraw.layout import Layout
+    from underdraw.sampling import Sampler
+    from underdraw.tree import Level, grow
+
+    layout = Layout(8, 8, range(64))
+    generator = torch.Generator().manual_seed(0)
+    seen: list[tuple[Level, torch.Tensor]] = []
+
+    def expand(level: Level) -> torch.Tensor:
+        logits = torch.randn(1, level.tokens.shape[1], 64, generator=generator)
+        seen.append((level, logits))
+        return logits
+
+    draws = Sampler(layout, [0], temperature=1.0).draws(torch.tensor([0]), 6)
+    tree: DraftTree = grow(expand, torch.tensor([0]), TreePlan(5, 10, 10, 59), draws, proposal="topk")
+    depths, parents = tree.depths[0].tolist(), tree.parents[0].tolist()
+    assert len(depths) == 59 and sum(depth >= 0 for depth in depths) == 59
+    assert max(depths) <= 5 and all(parent < node for node, parent in enumerate(parents))
+    assert all(depths[node] == depths[parent] + 1 for node, parent in enumerate(parents) if node)
+
+
+def test_image_head_equals_the_full_head_cut(anole: Case) -> None:
+    """Oracle 12: rows 4 to 8195 of lm_head, and nothing else."""
+    assert torch.equal(anole.model.target.net.head.weight, anole.source["lm_head.weight"][4:8196])
+
+
+def test_guidance_formula() -> None:
+    """Oracle 12: u + s (c - u)."""
+    from underdraw.nn.session import guided
+
+    c, u = torch.randn(2, 1, 3, 8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(guided(torch.cat([c, u]), 3.0), u + 3 * (c - u))
+
+
+def test_published_defaults(anole: Case, lumina: Case, t2i: Case, c2i: Case, janus: Case, emu3: Case) -> None:
+    """Guidance and top-k as the authors draw; every one of them can be overridden in a call."""
+    found = {
+        case.model.family + str(i): case.model.settings for i, case in enumerate((anole, lumina, t2i, c2i, janus, emu3))
+    }
+    assert {name: (own.guidance, own.top_k, own.temperature, own.top_p) for name, own in found.items()} == {
+        "anole0": (3.0, 2000, 1.0, 1.0),
+        "lumina1": (3.0, 2000, 1.0, 1.0),
+        "llamagen2": (7.5, 1000, 1.0, 1.0),
+        "llamagen3": (4.0, 2000, 1.0, 1.0),
+        "janus4": (5.0, 0, 1.0, 1.0),
+        "emu35": (3.0, 2048, 1.0, 1.0),
+    }
+
+
+def test_anole_is_32_by_32(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The published configuration: 1024 tokens without row ends."""
+    config = {"model_type": "chameleon", "vq_config": {"resolution": 512}}
+    import published
+
+    folder = tmp_path_factory.mktemp("anole")
+    published.write_shards(folder, {"x": torch.zeros(1)}, 1)
+    known = anole_description(Checkpoint(folder, "anole", config))
+    layout = known.layout(known.sizes[0])
+    assert (layout.height, layout.width, layout.steps, layout.row_end) == (32, 32, 1024, None)
+    assert known.arch.dim == 4096 and known.arch.layers == 32 and known.arch.vocab == 65536
+
+
+anole_description = anole.describe

@@ -1,0 +1,209 @@
+"""LANTERN's published EAGLE heads: files, formulas, alignment with the target, and what does not fit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import published
+import pytest
+import reference
+import torch
+from conftest import Case
+from torch import Tensor
+
+from underdraw.drafters.eagle import Eagle, EagleSession
+from underdraw.drafters.padded import PaddedEagle, padded
+from underdraw.errors import CheckpointError, ConfigError
+from underdraw.models.drafter import nearest_codes, open_drafter
+from underdraw.plan import TreePlan
+from underdraw.protocols import Opening, Request
+from underdraw.sampling import Sampler
+
+KINDS = {"anole": ("anole", 4), "lumina": ("anole", 1), "t2i": ("llamagen", 0)}
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Half-split rotation of (L, heads, width) by (L, width / 2)."""
+    a, b = x.chunk(2, -1)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def head_norm(x: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
+    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    return x * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+
+def chameleon_head(state: dict[str, Tensor], tokens: Tensor, features: Tensor) -> Tensor:
+    """The head's features (L, D) from its formulas: fc([embedding; feature]), one layer, no norm at the end."""
+    x = torch.cat([state["embed_tokens.weight"][tokens], features], -1) @ state["fc.weight"].T + state["fc.bias"]
+    length, dim = x.shape
+    normal = reference.rms(x, state["layers.0.input_layernorm.weight"], 1e-5)
+    q, k, v = ((normal @ state[f"layers.0.self_attn.{part}_proj.weight"].T).view(length, 4, -1) for part in "qkv")
+    rates = 10000.0 ** (-torch.arange(4) / 4)
+    angles = torch.arange(length)[:, None] * rates
+    q = rotate(head_norm(q, state, "layers.0.self_attn.q_norm"), angles)
+    k = rotate(head_norm(k, state, "layers.0.self_attn.k_norm"), angles)
+    scores = torch.einsum("ihd,jhd->hij", q, k) / 8**0.5
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    x = x + torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(length, dim) @ (
+        state["layers.0.self_attn.o_proj.weight"].T
+    )
+    normal = reference.rms(x, state["layers.0.post_attention_layernorm.weight"], 1e-5)
+    gate, up = (normal @ state[f"layers.0.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+    return x + (reference.swish(gate) * up) @ state["layers.0.mlp.down_proj.weight"].T
+
+
+def llamagen_head(state: dict[str, Tensor], tokens: Tensor, features: Tensor) -> Tensor:
+    """The same for LlamaGen: no norm before attention, 119 zero rotations, then the grid."""
+    x = torch.cat([state["embed_tokens.weight"][tokens], features], -1) @ state["fc.weight"].T + state["fc.bias"]
+    length, dim = x.shape
+    table = reference.rotation_table(4, 64, 119)[:length, None]
+    q, k, v = ((x @ state[f"layers.0.self_attn.{part}_proj.weight"].T).view(length, 1, -1) for part in "qkv")
+    q, k = (
+        torch.view_as_real(torch.view_as_complex(part.reshape(length, 1, -1, 2)) * table).flatten(2) for part in (q, k)
+    )
+    scores = torch.einsum("ihd,jhd->hij", q, k) / 8
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    x = x + torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(length, dim) @ (
+        state["layers.0.self_attn.o_proj.weight"].T
+    )
+    normal = reference.rms(x, state["layers.0.post_attention_layernorm.weight"], 1e-6)
+    gate, up = (normal @ state[f"layers.0.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+    return x + (reference.swish(gate) * up) @ state["layers.0.mlp.down_proj.weight"].T
+
+
+def opened(drafter: Eagle, case: Case) -> tuple[EagleSession, Opening]:
+    size = case.model.sizes[0]
+    prompt, layout = case.model.prompt("a red fox", None, size), case.model.layout(size)
+    first = case.model.target.open([prompt], layout, guidance=1.0).first
+    session = drafter.open([prompt], layout, first, guidance=1.0)
+    draws = Sampler(layout, [0], temperature=0).draws(torch.tensor([layout.start]), 1)
+    session.draft(Request(torch.tensor([layout.codes[11]]), torch.tensor([layout.start]), TreePlan(1, 1, 1, 2), draws))
+    return session, first
+
+
+@pytest.mark.parametrize(("kind", "rows", "count"), [("anole", 4, 16), ("anole", 1, 16), ("llamagen", 0, 11)])
+def test_files_have_the_published_tensors(tmp_path: Path, kind: str, rows: int, count: int) -> None:
+    """Oracle 7, the counts."""
+    assert len(published.drafter(tmp_path, kind, rows=rows)) == count
+
+
+@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
+@pytest.mark.parametrize("name", KINDS)
+def test_heads_follow_their_formulas(request: pytest.FixtureRequest, tmp_path: Path, name: str, suffix: str) -> None:
+    """Place i holds the target's feature of place i and token i + 1; the root comes last."""
+    case: Case = request.getfixturevalue(name)
+    kind, rows = KINDS[name]
+    state = published.drafter(tmp_path, kind, rows=rows, suffix=suffix)
+    drafter = open_drafter(tmp_path, case.model.target)
+    assert isinstance(drafter, PaddedEagle) == (name == "t2i") and isinstance(drafter, Eagle)
+    session, first = opened(drafter, case)
+    root = torch.tensor([case.model.layout(case.model.sizes[0]).codes[11]])
+    features = first.features[0]
+    if name == "t2i":
+        features = torch.cat([torch.zeros(120 - features.shape[0], features.shape[1]), features])
+        tokens = torch.cat([torch.zeros(119, dtype=torch.int64), root])
+        expected = llamagen_head(state, tokens, features)
+    else:
+        expected = chameleon_head(state, torch.cat([first.prefix[0, 1:], root]), features)
+    torch.testing.assert_close(session.top[0, 0], expected[-1], atol=1e-4, rtol=0)
+    head = case.model.target.net.head.weight
+    torch.testing.assert_close(session.logits(session.top)[0, 0], expected[-1] @ head.T, atol=1e-3, rtol=0)
+
+
+def test_padding_is_put_back() -> None:
+    features = torch.arange(12.0).view(2, 3, 2)
+    first = Opening(torch.zeros(1, 1, 4), features, torch.full((2, 3), -1), torch.tensor([3, 1]), (3, 1))
+    out = padded(first, 5)
+    assert out.features[0].tolist() == [[0, 0], [0, 0], [0, 1], [2, 3], [4, 5]]
+    assert out.features[1].tolist() == [[0, 0]] * 4 + [[6, 7]]
+    assert out.lengths.tolist() == [5, 5] and out.known == (5, 5)
+    assert padded(first, 3) is first
+
+
+def test_an_upscaled_embedding(tmp_path: Path, lumina: Case) -> None:
+    """Lumina's heads may multiply their embedding."""
+    state = published.drafter(tmp_path, "anole", rows=1)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace("{", '{"embed_upscale": 2.0, ', 1))
+    drafter = open_drafter(tmp_path, lumina.model.target)
+    assert torch.equal(drafter.net.body.embedding.weight, state["embed_tokens.weight"] * 2)
+
+
+def test_heads_that_do_not_fit(tmp_path: Path, anole: Case, t2i: Case) -> None:
+    published.drafter(tmp_path / "anole", "anole")
+    published.drafter(tmp_path / "small", "anole", vocab=9000)
+    published.drafter(tmp_path / "llamagen", "llamagen")
+    with pytest.raises(CheckpointError, match=r"9216 tokens, width 32 and a query norm, and this one has 64 tokens"):
+        open_drafter(tmp_path / "anole", t2i.model.target)
+    with pytest.raises(CheckpointError, match=r"64 tokens, width 64 and no query norm, and this one has 9216 tokens"):
+        open_drafter(tmp_path / "llamagen", anole.model.target)
+    with pytest.raises(CheckpointError, match="9000 tokens"):
+        open_drafter(tmp_path / "small", anole.model.target)
+
+
+def test_folders_that_are_no_heads(tmp_path: Path, anole: Case) -> None:
+    state = published.drafter(tmp_path, "anole")
+    target = anole.model.target
+    torch.save({name: value for name, value in state.items() if name != "fc.weight"}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"no EAGLE head: it has no fc\.weight"):
+        open_drafter(tmp_path, target)
+    torch.save({**state, "layers.0.extra": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"has layers\.0\.extra that its family does not know"):
+        open_drafter(tmp_path, target)
+    with pytest.raises(ConfigError, match="there is no drafter 'nowhere'; give a folder or an owner/name"):
+        open_drafter("nowhere", target)
+
+
+def test_a_drafter_is_no_model(tmp_path: Path) -> None:
+    from along import load
+
+    for kind in ("anole", "llamagen"):
+        published.drafter(tmp_path / kind, kind)
+        published.text_tokenizer(tmp_path / kind / "tokenizer.json", 8900)
+        torch.save(published.vqgan("chameleon", 64), tmp_path / kind / "vqgan.ckpt")
+        with pytest.raises(CheckpointError, match="is a drafter and draws nothing by itself"):
+            load(tmp_path / kind)
+
+
+def test_nearest_codes_from_the_table_or_the_codebook(tmp_path: Path) -> None:
+    """LANTERN's table: every other code by distance, uint16, nearest first, the code itself left out."""
+    codebook = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
+    order = torch.cdist(codebook, codebook).fill_diagonal_(torch.inf).argsort(1)[:, :31]
+    computed = nearest_codes(codebook, 5)
+    assert torch.equal(computed, order[:, :5])
+    table = order.numpy().astype(np.uint16)
+    table[0, :2] = table[0, 1::-1]  # so that reading can be told from computing
+    np.save(tmp_path / "top_31_indices.npy", table)
+    read = nearest_codes(codebook, 5, tmp_path)
+    assert torch.equal(read[1:], computed[1:]) and not torch.equal(read[0], computed[0])
+    assert nearest_codes(codebook, 5, tmp_path).dtype == torch.int64
+
+
+@pytest.mark.parametrize("damage", ["shape", "values", "bytes"])
+def test_damaged_tables(tmp_path: Path, damage: str) -> None:
+    codebook, path = torch.randn(8, 2), tmp_path / "top_7_indices.npy"
+    table = np.zeros((8, 7 if damage != "shape" else 3), np.uint16) + (99 if damage == "values" else 0)
+    np.save(path, table)
+    if damage == "bytes":
+        path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(CheckpointError, match=r"top_7_indices\.npy .*(delete|outside)"):
+        nearest_codes(codebook, 5, tmp_path)
+
+
+def test_a_head_from_the_hubs_cache(tmp_path: Path, anole: Case) -> None:
+    """Offline, from what was fetched before."""
+    from underdraw.models.checkpoint import Hub
+
+    snapshot = tmp_path / "models--jadohu--anole_drafter" / "snapshots" / ("0" * 40)
+    published.drafter(snapshot, "anole")
+    (tmp_path / "models--jadohu--anole_drafter" / "refs").mkdir()
+    (tmp_path / "models--jadohu--anole_drafter" / "refs" / "main").write_text("0" * 40)
+    hub = Hub(cache_dir=str(tmp_path), local_files_only=True)
+    assert isinstance(open_drafter("jadohu/anole_drafter", anole.model.target, hub), Eagle)
+    shutil.rmtree(snapshot)
+    with pytest.raises(CheckpointError, match="jadohu/anole_drafter could not be fetched"):
+        open_drafter("jadohu/anole_drafter", anole.model.target, hub)

@@ -1,8 +1,10 @@
-"""A model's logits along given tokens, as the decoding loop sees them."""
+"""Loaded checkpoints, and their logits along given tokens, as the decoding loop sees them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,15 @@ from underdraw.protocols import Prompt
 from underdraw.tree import chain
 
 CPU = Placement(torch.device("cpu"), torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint on disk, what it was written from, and what underdraw makes of it."""
+
+    path: Path
+    source: Any  # a state dict, or transformers' model
+    model: Model
 
 
 def load(path: Path) -> Model:

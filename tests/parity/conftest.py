@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import along
 import published
 import pytest
-
-from underdraw.models.family import Model
-
-
-@dataclass(frozen=True)
-class Case:
-    """A checkpoint on disk, what it was written from, and what underdraw makes of it."""
-
-    path: Path
-    source: Any  # a state dict, or transformers' model
-    model: Model
+from along import Case
 
 
 @pytest.fixture(scope="session")

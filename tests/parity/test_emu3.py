@@ -11,7 +11,7 @@ import along
 import published
 import pytest
 import torch
-from conftest import Case
+from along import Case
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -9,7 +9,7 @@ import published
 import pytest
 import torch
 import toy
-from conftest import Case
+from along import Case
 
 from underdraw.drafters.eagle import Eagle
 from underdraw.drafters.storage import SHARED, build

@@ -9,7 +9,7 @@ from pathlib import Path
 import along
 import pytest
 import torch
-from conftest import Case
+from along import Case
 from torch import Tensor
 
 from underdraw.errors import CheckpointError

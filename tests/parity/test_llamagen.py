@@ -9,7 +9,7 @@ import published
 import pytest
 import reference
 import torch
-from conftest import Case
+from along import Case
 from torch import Tensor
 
 from underdraw.errors import CheckpointError, ConfigError

@@ -14,7 +14,7 @@ import along
 import published
 import pytest
 import torch
-from conftest import Case
+from along import Case
 from safetensors.torch import load_file, save_file
 
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError

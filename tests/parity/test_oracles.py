@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from conftest import Case
+from along import Case
 
 from underdraw.models import anole, chameleon, lumina
 from underdraw.models.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ import published
 import pytest
 import reference
 import torch
-from conftest import Case
+from along import Case
 from torch import Tensor
 
 from underdraw.drafters.eagle import Eagle, EagleSession

@@ -14,7 +14,7 @@ from underdraw.models.chameleon import (
     load_text,
 )
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import Description, Family, Model, Placement, Published, Settings, Size
+from underdraw.models.family import Description, Family, Head, Model, Placement, Published, Settings, Size
 from underdraw.models.lumina import is_lumina
 from underdraw.protocols import Prompt
 
@@ -67,5 +67,5 @@ FAMILY = Family(
     recognise=recognise,
     load=load,
     describe=describe,
-    drafters=("jadohu/anole_drafter",),
+    drafters=(Head("jadohu/anole_drafter", 4096, 512),),
 )

@@ -30,6 +30,15 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Head:
+    """A published drafter, and the width and picture size of the model that it was trained for."""
+
+    id: str
+    dim: int
+    side: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """How a family's authors draw with it; every one of these can be overridden in a call."""
 
@@ -116,4 +125,4 @@ class Family:
     recognise: Callable[[Checkpoint], bool]
     load: Callable[[Checkpoint, Placement], Model]
     describe: Callable[[Checkpoint], Description] | None = None
-    drafters: tuple[str, ...] = ()  # published ones, on the hub
+    drafters: tuple[Head, ...] = ()

@@ -20,7 +20,7 @@ from underdraw.errors import CheckpointError, ConfigError
 from underdraw.layout import Layout
 from underdraw.models.captions import TextFeatures
 from underdraw.models.checkpoint import Checkpoint, tensor_shapes
-from underdraw.models.family import Description, Family, MakePrompt, Model, Placement, Published, Settings, Size
+from underdraw.models.family import Description, Family, Head, MakePrompt, Model, Placement, Published, Settings, Size
 from underdraw.models.hf import decoder_arch, square
 from underdraw.models.images import LLAMAGEN, load_vqgan
 from underdraw.models.labels import class_of
@@ -259,5 +259,5 @@ FAMILY = Family(
     recognise=recognise,
     load=load,
     describe=describe,
-    drafters=("jadohu/llamagen_drafter", "jadohu/llamagen2_drafter"),
+    drafters=(Head("jadohu/llamagen_drafter", 1280, 256), Head("jadohu/llamagen2_drafter", 1280, 512)),
 )

@@ -111,7 +111,11 @@ FAMILY = Family(
     name="lumina",
     summary="Lumina-mGPT 7B: pictures of about 512, 768 or 1024 px squared in any shape up to 4:1",
     published=tuple(
-        Published(f"Alpha-VLLM/Lumina-mGPT-7B-{size}", "see its page", "image tokenizer of Chameleon, fetched apart")
+        Published(
+            f"Alpha-VLLM/Lumina-mGPT-7B-{size}",
+            "see its page on the hub",
+            "image tokenizer of Chameleon, fetched apart",
+        )
         for size in (768, 512, 1024)
     ),
     recognise=recognise,

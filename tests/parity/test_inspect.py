@@ -1,0 +1,99 @@
+"""`underdraw models` and `underdraw models inspect`, as functions and as commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import published
+import pytest
+import small
+import torch
+from along import Case
+
+from underdraw.errors import UnsupportedError
+from underdraw.models.checkpoint import Checkpoint, open_checkpoint
+from underdraw.models.inspect import inspect, known_families
+from underdraw.registry import families
+
+
+def command(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "underdraw", "models", *words], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_family_is_listed() -> None:
+    found = known_families()
+    assert [item["family"] for item in found] == families.names()
+    assert all(item["summary"] and item["published"] for item in found)
+    assert all(entry["licence"] for item in found for entry in item["published"])
+
+
+def test_the_commands(anole: Case) -> None:
+    listed = json.loads(command("--json"))["families"]
+    assert listed == known_families()
+    assert "jadohu/anole_drafter" in command()
+    report = json.loads(command("inspect", str(anole.path), "--json"))
+    assert report == json.loads(json.dumps(inspect(open_checkpoint(anole.path)).json()))
+    assert "model, anole" in command("inspect", str(anole.path))
+
+
+def test_a_command_that_finds_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "underdraw", "models", "inspect", str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "is nothing that underdraw knows" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3"])
+def test_reports_agree_with_what_loads(request: pytest.FixtureRequest, name: str) -> None:
+    """Parameters, sizes and settings are those of the loaded model, though no weight was read."""
+    case: Case = request.getfixturevalue(name)
+    report, net = inspect(open_checkpoint(case.path)), case.model.target.net
+    assert (report.kind, report.family) == ("model", case.model.family)
+    parameters = sum(parameter.numel() for parameter in net.parameters())
+    assert report.decoder["parameters"] == parameters
+    assert report.memory["float32"].weights == 4 * parameters == 2 * report.memory["bfloat16"].weights
+    assert report.sizes == [str(size) for size in case.model.sizes]
+    assert report.settings["guidance"] == case.model.settings.guidance
+    assert report.bytes > 0 and report.drafters == ["jacobi"]
+
+
+def test_a_drafter_beside_its_model(tmp_path: Path) -> None:
+    published.anole(tmp_path)
+    published.drafter(tmp_path / "drafter-lantern", "anole")
+    assert inspect(open_checkpoint(tmp_path)).drafters == ["drafter drafter-lantern beside the weights"]
+
+
+def test_published_heads_for_published_shapes(tmp_path: Path) -> None:
+    """A checkpoint of the true sizes is told its drafter; files need not hold the weights for that."""
+    published.write_shards(tmp_path, {"model.layers.0.self_attn.q_norm.weight": torch.zeros(32, 128)}, 1)
+    report = inspect(Checkpoint(tmp_path, "anole", {"model_type": "chameleon"}))
+    assert report.drafters == ["jadohu/anole_drafter"] and report.note == ""
+    assert report.decoder["parameters"] == pytest.approx(7.013e9 - (65536 - 8192) * 4096, rel=1e-3)
+    assert report.memory["bfloat16"].cache == 2 * 1024 * 512 * 1024  # two rows of 1024 places of 512 KiB
+
+
+def test_parts_that_are_no_models(tmp_path: Path, c2i: Case) -> None:
+    published.drafter(tmp_path, "anole")
+    assert inspect(open_checkpoint(tmp_path)).kind == "drafter"
+    report = inspect(open_checkpoint(c2i.path.parent / "vq_ds16_c2i.pt"))
+    assert report.kind == "image tokenizer" and "64 codes of 8 numbers" in report.note
+
+
+def test_our_own_family_and_drafter(tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    report = inspect(open_checkpoint(tmp_path / "m"))
+    assert report.family == "tiny" and report.files == 3 and report.decoder["layers"] == 1
+    assert inspect(open_checkpoint(tmp_path / "m" / "drafter")).kind == "drafter"
+
+
+def test_nothing_known(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="nothing that underdraw knows"):
+        inspect(open_checkpoint(tmp_path))

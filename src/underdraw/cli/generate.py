@@ -58,7 +58,7 @@ Out = Annotated[
     Path | None,
     typer.Option(
         "--out", "-o", metavar="PATH", rich_help_panel=options.OUTPUT,
-        help="A PNG file; a folder if there are several pictures. Without it, a name made of prompt and seed.",
+        help="A PNG file; a folder with --prompts or several images. Without it, a name made of prompt and seed.",
     ),
 ]  # fmt: skip
 Force = Annotated[
@@ -124,12 +124,14 @@ def generate(
 ) -> None:
     """Draw a picture from words, or many into a folder. The same seed gives the same picture, however it is drafted."""
     task = Task(
-        texts(prompt, prompts, data, limit), n, seed, out, heatmap, compare or compare_image is not None,
-        compare_image, batch, overlong, force, json, quiet,
+        prompts=texts(prompt, prompts, data, limit), listed=prompts is not None, n=n, seed=seed, out=out,
+        heatmap=heatmap, compare=compare or compare_image is not None, compare_image=compare_image, batch=batch,
+        overlong=overlong, force=force, json=json, quiet=quiet,
     )  # fmt: skip
     task.check()
     sampling = Sampling(guidance, temperature, top_k, top_p, negative, height, width)
-    pipe = Parts(model, drafter, tree, verifier, device, dtype).load(quiet=task.silent)
+    parts = Parts(model=model, drafter=drafter, tree=tree, verifier=verifier, device=device, dtype=dtype)
+    pipe = parts.load(quiet=task.silent)
     if task.many:
         from underdraw.cli.many import draw_many
 

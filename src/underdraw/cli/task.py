@@ -67,6 +67,7 @@ class Task:
     """What is drawn, and what is written where."""
 
     prompts: list[str]
+    listed: bool  # whether the prompts come from a file
     n: int
     seed: int | None
     out: Path | None
@@ -82,7 +83,7 @@ class Task:
     @property
     def many(self) -> bool:
         """Whether the pictures go into a folder."""
-        return len(self.prompts) * self.n > 1
+        return self.listed or self.n > 1
 
     @property
     def silent(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from commands import call
 from PIL import Image
 
 from underdraw import Pipeline
+from underdraw.cli.app import main
 
 QUICK = ("--tree", "chain:depth=2")
 
@@ -161,3 +163,20 @@ def test_env() -> None:
 def test_version_and_help() -> None:
     assert call("--version").out.strip().count(".") == 2
     assert call("--help").code == call("generate", "-h").code == call().code == 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("options", "seen"), [((), True), (("--json",), False), (("--quiet",), False)])
+def test_a_bar_counts_tokens(
+    small_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], seen: bool
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    assert main(["generate", "fox", "-m", str(small_model), "-o", "a.png", *QUICK, *options]) == 0
+    shown = terminal.getvalue()
+    assert (f"0/{small.TOKENS}" in shown) == seen and ("tokens/pass" in shown) == seen
+    assert ("loading" in shown) == seen

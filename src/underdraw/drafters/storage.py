@@ -43,7 +43,7 @@ def build(target: DecoderTarget, kind: Literal["eagle", "block"], sizes: Mapping
             if kind == "eagle"
             else BlockNet(arch, arch.dim, slots=sizes["slots"], markov_dim=sizes["markov_dim"])
         )
-        net.body.embedding, net.body.head = nn.Embedding(0, 0), nn.Linear(0, 0)  # type: ignore[assignment]
+        net.body.embedding, net.body.head = nn.Identity(), nn.Identity()  # type: ignore[assignment]
     net = net.to_empty(device="cpu")
     net.body.embedding, net.body.head = target.net.embedding, target.net.head
     return net

@@ -1,7 +1,7 @@
 """The embedded family: a small text-to-image model of our own, with its image tokenizer and its drafter.
 
-A folder of this family holds config.json, `tokenizer/` (the image tokenizer), `decoder/` (weights and, as text.json, the
-text tokenizer) and, if it has one, `drafter/`. Training writes these folders.
+A folder of this family holds config.json, `tokenizer/` (the image tokenizer), `decoder/` (weights and, as text.json,
+the text tokenizer) and, if it has one, `drafter/`. Training writes these folders.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
         name=checkpoint.name,
         target=DecoderTarget(net, image_offset=text.max_length),
         images=images.eval().requires_grad_(False),
-        settings=Settings(guidance=3.0, top_k=256),
+        settings=Settings(guidance=2.0, temperature=0.5),
         sizes=(Size(height * images.downsample, width * images.downsample),),
         layout=lambda _: Layout(height, width, codes),
         prompt=prompt,

@@ -45,7 +45,7 @@ def save_weights(
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         if precision == "int8" and value.ndim >= 2 and value.numel() >= 4096:
-            tensors[name], tensors[name + _SCALE] = (part.cpu() for part in quantise(value))
+            tensors[name], tensors[name + _SCALE] = (part.cpu().contiguous() for part in quantise(value))
         else:
             tensors[name] = value.detach().to("cpu", torch.bfloat16).contiguous()
     shards: list[dict[str, Tensor]] = [{}]

@@ -15,12 +15,11 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -36,15 +35,14 @@ from underdraw.pipeline import Pipeline, family_of, placement
 from underdraw.training.checkpoint import load_state, save_state
 from underdraw.training.command import run, trainer_parser
 from underdraw.training.devices import Devices
+from underdraw.training.lessons import Draw, alternating, from_pack, from_samples
 from underdraw.training.optim import follow, optimizers, set_rate, step_all
-from underdraw.training.samples import Samples, keep_features, kept_features, prompts_of, raster_of
-from underdraw.training.teacher import Lesson, Teacher
+from underdraw.training.samples import Samples, keep_features, prompts_of
+from underdraw.training.teacher import Teacher
 from underdraw.training.unroll import BlockLoss, EagleLoss, roots_of
 
 log = logging.getLogger(__name__)
 Kind = Literal["eagle", "block"]
-Draw = Callable[[int, torch.Generator], Lesson]
-"""A source of lessons of so many pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class DrafterTraining:
     kv_heads: int = 0  # 0: as the target
     markov_dim: int = 128  # block only
     roots: int = 24  # block only: trees a picture
-    guidance_spread: float = 0.35  # guidance varies by this share, so that the drafter is good around the default
+    guidance_spread: float = 0.6  # guidance varies by this share, so that the drafter is good around the default
     report_every: float = 15.0
     measure_every: float = 60.0
     measured: int = 16  # held-out pictures
@@ -364,49 +362,6 @@ def card(trainer: Trainer, held_out: Samples, quality: Quality, command: str) ->
 
 def _machine(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-
-
-def from_samples(model: Model, teacher: Teacher, samples: Samples) -> Draw:
-    """Lessons from samples, at random; with kept features from one shard at a time."""
-    device = model.placement.device
-
-    def draw(count: int, generator: torch.Generator) -> Lesson:
-        shards = max(1, len(samples) // max(1, samples.shard)) if samples.folder else 0
-        shard = int(torch.randint(max(1, shards), (), generator=generator))
-        kept = kept_features(samples, shard, device) if shards else None
-        if kept is None:
-            rows = torch.randint(len(samples), (count,), generator=generator)
-            prompts = prompts_of(model, [samples.texts[row] for row in rows.tolist()])
-            return teacher.lesson(prompts, samples.tokens[rows].to(device))
-        rows = torch.randint(kept.lengths.shape[0] // teacher.copies, (count,), generator=generator)
-        raster = samples.tokens[shard * samples.shard + rows].to(device)
-        return teacher.lay_out(kept.pick(rows, teacher.copies), raster)
-
-    return draw
-
-
-def from_pack(model: Model, teacher: Teacher, pack: Path) -> Draw:
-    """Lessons from pictures that are composed now; captions in the tiny family's own words."""
-    from underdraw.training.compose import Composer, Painter
-    from underdraw.training.data import Pack
-
-    device, pictures = model.placement.device, Pack(pack)
-    composer = Composer(pictures, "train", None, model.images.downsample)
-    painter = Painter(pictures, device, cell=model.images.downsample)
-
-    def draw(count: int, generator: torch.Generator) -> Lesson:
-        rng = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
-        scenes = composer.draw(count, rng)
-        with torch.no_grad():
-            codes = model.images.encode(painter.paint(scenes))
-        return teacher.lesson(prompts_of(model, composer.captions(scenes)), raster_of(teacher.layout, codes))
-
-    return draw
-
-
-def alternating(first: Draw, second: Draw) -> Draw:
-    """One lesson from each, in turn by chance."""
-    return lambda count, generator: (first if torch.rand((), generator=generator) < 0.5 else second)(count, generator)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -84,9 +84,10 @@ class Samples:
 
 
 def draw_samples(
-    model: Model, texts: Sequence[str], folder: str | Path, *, batch: int = 64, seed: int = 0, size: Size | None = None
-) -> Samples:
-    """Let the target draw a picture for each text, with the family's own settings."""
+    model: Model, texts: Sequence[str], folder: str | Path, *, batch: int = 64, seed: int = 0,
+    temperatures: Sequence[float] = (), size: Size | None = None,
+) -> Samples:  # fmt: skip
+    """Let the target draw a picture for each text with the family's settings; shards take turns at `temperatures`."""
     size, own = size or model.sizes[0], model.settings
     layout, folder = model.layout(size), Path(folder)
     for shard, start in enumerate(tqdm(range(0, len(texts), batch), desc="samples", unit="shard", disable=None)):
@@ -96,8 +97,9 @@ def draw_samples(
             continue
         prompts = [model.prompt(text, None, size) for text in part]
         seeds = range(seed + start, seed + start + len(part))
+        temperature = temperatures[shard % len(temperatures)] if temperatures else own.temperature
         sampler = Sampler(
-            layout, seeds, temperature=own.temperature, top_k=own.top_k, top_p=own.top_p, device=model.placement.device
+            layout, seeds, temperature=temperature, top_k=own.top_k, top_p=own.top_p, device=model.placement.device
         )
         histories = [History(layout) for _ in part]
         parts = model.target, Forced(), NoTree(), Exact(), prompts, sampler
@@ -217,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source.add_argument("--images", type=Path, help="folder with pictures and manifest.jsonl, as `generate` writes it")
     parser.add_argument("--count", type=int, default=1024, help="pictures; prompts are used again if there are fewer")
     parser.add_argument("--batch", type=int, default=64, help="pictures drawn together, and in one shard")
+    parser.add_argument("--temperatures", type=float, nargs="*", default=(), help="shards take turns at them")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -232,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else captions(options.pack, options.count, model.images.downsample, options.seed)
     )
     wanted = [texts[index % len(texts)] for index in range(options.count)]
-    draw_samples(model, wanted, options.out, batch=options.batch, seed=options.seed)
+    draw_samples(model, wanted, options.out, batch=options.batch, seed=options.seed, temperatures=options.temperatures)
 
 
 def read_manifest(folder: Path) -> list[tuple[str, Path]]:

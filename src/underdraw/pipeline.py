@@ -22,7 +22,6 @@ from torch import Tensor
 
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.drafters.storage import load_drafter
 from underdraw.engine.decode import Laws, check_guidance, decode
 from underdraw.errors import ConfigError, UnsupportedError
 from underdraw.history import History, Step
@@ -30,7 +29,8 @@ from underdraw.job import Generator, Job, Seed, seeds_of, texts_of
 from underdraw.loading import SETTINGS, load_model, saved_choice
 from underdraw.loading import family_of as family_of
 from underdraw.loading import placement as placement
-from underdraw.models.checkpoint import Hub, open_checkpoint
+from underdraw.models.checkpoint import Hub, on_hub, open_checkpoint
+from underdraw.models.drafter import drafter_folder, nearest_codes, open_drafter
 from underdraw.models.family import Model
 from underdraw.nn.linear import input_major
 from underdraw.prompts import check_text
@@ -57,6 +57,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.model = model
         self.drafter_name = ""
+        self._drafter_folder: Path | None = None  # where LANTERN's table may lie
         self.drafter: Drafter = self._make_drafter(drafter)
         self.tree = tree
         self.verifier = verifier
@@ -104,7 +105,8 @@ class Pipeline:
         self.verifier_name = spec if isinstance(spec, str) else _name_of(spec)
         made: Verifier = verifiers.build(spec)
         if isinstance(made, Lantern) and made.neighbours is None:
-            made = made.bind(self.model.images.codebook)
+            near = nearest_codes(self.model.images.codebook, made.k, self._drafter_folder)
+            made = dataclasses.replace(made, neighbours=near)
         self._verifier = made
 
     @property
@@ -126,17 +128,22 @@ class Pipeline:
                 self.drafter_name = "jacobi"
                 return Jacobi()
             self.drafter_name = self.model.drafters[0].name
-            return load_drafter(self.model.drafters[0], self.model.target)
+            return self._open_drafter(self.model.drafters[0])
         known = {path.name: path for path in self.model.drafters}
         if spec in known:
-            return load_drafter(known[spec], self.model.target)
+            return self._open_drafter(known[spec])
         if parse(spec).name in drafters.names():
             return drafters.build(spec)
-        if Path(spec).is_dir():
-            return load_drafter(spec, self.model.target)
+        if Path(spec).is_dir() or on_hub(spec):
+            return self._open_drafter(spec)
         raise ConfigError(
-            f"there is no drafter {spec!r}; use auto, one of {', '.join([*known, *drafters.names()])}, or a folder."
+            f"there is no drafter {spec!r}; use auto, one of {', '.join([*known, *drafters.names()])}, a folder or an "
+            "owner/name of the Hugging Face hub."
         )
+
+    def _open_drafter(self, name: str | Path) -> Drafter:
+        self._drafter_folder = drafter_folder(name, self.model.hub)
+        return open_drafter(self._drafter_folder, self.model.target)
 
     def __call__(
         self, prompt: str | Sequence[str], *, negative_prompt: str | None = None, height: int | None = None,
@@ -304,7 +311,7 @@ class Pipeline:
             policies.build(self.tree_name)
         verifiers.build(self.verifier_name)
         known = [path.name for path in self.model.drafters]
-        if self.drafter_name not in known and not Path(self.drafter_name).is_dir():
+        if self.drafter_name not in known and not Path(self.drafter_name).is_dir() and not on_hub(self.drafter_name):
             drafters.build(self.drafter_name)
         return {"drafter": self.drafter_name, "tree": self.tree_name, "verifier": self.verifier_name}
 

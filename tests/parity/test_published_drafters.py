@@ -17,9 +17,11 @@ from underdraw.drafters.eagle import Eagle, EagleSession
 from underdraw.drafters.padded import PaddedEagle, padded
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.models.drafter import nearest_codes, open_drafter
+from underdraw.pipeline import Pipeline
 from underdraw.plan import TreePlan
 from underdraw.protocols import Opening, Request
 from underdraw.sampling import Sampler
+from underdraw.verifiers.lantern import Lantern
 
 KINDS = {"anole": ("anole", 4), "lumina": ("anole", 1), "t2i": ("llamagen", 0)}
 
@@ -207,3 +209,25 @@ def test_a_head_from_the_hubs_cache(tmp_path: Path, anole: Case) -> None:
     shutil.rmtree(snapshot)
     with pytest.raises(CheckpointError, match="jadohu/anole_drafter could not be fetched"):
         open_drafter("jadohu/anole_drafter", anole.model.target, hub)
+
+
+def test_the_pipeline_takes_published_heads(tmp_path: Path, anole: Case) -> None:
+    """By folder; and by itself if it lies beside the weights."""
+    published.drafter(tmp_path / "head", "anole")
+    assert isinstance(Pipeline(anole.model, drafter=str(tmp_path / "head")).drafter, Eagle)
+    published.anole(tmp_path / "model")
+    published.drafter(tmp_path / "model" / "drafter-lantern", "anole")
+    pipe = Pipeline.from_pretrained(tmp_path / "model", device="cpu")
+    assert isinstance(pipe.drafter, Eagle) and pipe.drafter_name == "drafter-lantern"
+
+
+def test_lantern_reads_the_table_beside_the_head(tmp_path: Path, t2i: Case) -> None:
+    codes = published.LLAMAGEN["vocab"]
+    published.drafter(tmp_path, "llamagen")
+    table = np.stack([np.roll(np.arange(codes), -code)[1:] for code in range(codes)]).astype(np.uint16)
+    np.save(tmp_path / f"top_{codes - 1}_indices.npy", table)
+    verifier = Pipeline(t2i.model, drafter=str(tmp_path), verifier="lantern:k=3").verifier
+    assert isinstance(verifier, Lantern) and verifier.neighbours is not None
+    assert verifier.neighbours[5].tolist() == [6, 7, 8]
+    without = Pipeline(t2i.model, drafter="jacobi", verifier="lantern:k=3").verifier
+    assert isinstance(without, Lantern) and torch.equal(without.neighbours, nearest_codes(t2i.model.images.codebook, 3))

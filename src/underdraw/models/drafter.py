@@ -44,7 +44,7 @@ def drafter_folder(name: str | Path, hub: Hub | None = None) -> Path:
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     if on_hub(str(name)):
-        return fetch(str(name), hub or Hub())
+        return fetch(str(name), replace(hub or Hub(), revision=None))  # the revision is the model's
     raise ConfigError(f"there is no drafter {str(name)!r}; give a folder or an owner/name of the Hugging Face hub.")
 
 

@@ -179,6 +179,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
         prompt=prompt,
         drafters=checkpoint.drafters(),
         source=checkpoint.path,
+        hub=checkpoint.hub,
     )  # fmt: skip
 
 

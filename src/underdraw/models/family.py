@@ -14,7 +14,7 @@ import torch
 
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.models.checkpoint import Checkpoint
+from underdraw.models.checkpoint import Checkpoint, Hub
 from underdraw.nn.session import DecoderTarget
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import ImageTokenizer, Prompt
@@ -95,6 +95,7 @@ class Model:
     prompt: MakePrompt
     drafters: Sequence[Path] = ()  # folders of the drafters that came with it, best first
     source: Path | None = field(default=None)  # the files it was loaded from
+    hub: Hub = Hub()  # how to fetch what belongs to it, such as drafters
 
     @property
     def placement(self) -> Placement:

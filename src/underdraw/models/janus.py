@@ -121,6 +121,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
         prompt=_prompt(checkpoint),
         drafters=checkpoint.drafters(),
         source=checkpoint.path,
+        hub=checkpoint.hub,
     )
 
 

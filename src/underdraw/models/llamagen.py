@@ -187,6 +187,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
         prompt=make,
         drafters=checkpoint.drafters(),
         source=checkpoint.path,
+        hub=checkpoint.hub,
     )
 
 

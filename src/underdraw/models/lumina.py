@@ -104,6 +104,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
         prompt=prompt,
         drafters=checkpoint.drafters(),
         source=checkpoint.path,
+        hub=checkpoint.hub,
     )
 
 

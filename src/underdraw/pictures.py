@@ -5,7 +5,6 @@ Pillow and numpy only. Heat maps read a History and nothing else; nothing here d
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from underdraw.errors import ConfigError
+from underdraw.files import replacing
 from underdraw.history import History
 
 PANEL = 288  # pixels along the longer side of a picture on a sheet
@@ -87,20 +87,8 @@ def save_png(picture: Image.Image, path: Path, texts: Mapping[str, str] | None =
     about = PngInfo()
     for key, value in (texts or {}).items():
         about.add_text(key, value)
-    part = part_of(path)
-    try:
-        with open(part, "wb") as file:
-            picture.save(file, format="PNG", pnginfo=about)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def part_of(path: Path) -> Path:
-    """What an unfinished file is called until it takes its name."""
-    return path.with_name(f".{path.name}.part")
+    with replacing(path) as file:
+        picture.save(file, format="PNG", pnginfo=about)
 
 
 def _known(history: History, one: Map) -> NDArray[np.bool_]:

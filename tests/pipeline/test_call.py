@@ -12,7 +12,7 @@ import small
 import torch
 
 from underdraw import Pipeline, PipelineOutput
-from underdraw.errors import ConfigError, UnderdrawError
+from underdraw.errors import CapacityError, ConfigError, UnderdrawError
 from underdraw.history import Step
 from underdraw.policies.adjacency import Adjacency
 from underdraw.verifiers.exact import Exact
@@ -96,22 +96,30 @@ def test_interruption(pipe: Pipeline) -> None:
     assert same(pipe("fox", seed=1), whole)  # the next call is not interrupted
 
 
+def test_too_little_memory_is_one_sentence(pipe: Pipeline) -> None:
+    def full(pipe: Pipeline, index: int, cell: int, known: dict[str, Any]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot")
+
+    with pytest.raises(CapacityError, match="2 pictures at once do not fit into the memory of cpu"):
+        pipe(["fox", "tree"], callback_on_step_end=full)
+
+
 def test_parts_can_be_set_any_time(pipe: Pipeline) -> None:
-    pipe.tree = "adjacency:init=both,nodes=16"  # type: ignore[assignment]
+    pipe.tree = "adjacency:init=both,nodes=16"
     assert isinstance(pipe.tree, Adjacency) and pipe.tree.init == "both"
     named = pipe("fox", seed=2)
     pipe.tree = Adjacency(init="both", nodes=16)
     assert named.history.depth.tolist() == pipe("fox", seed=2).history.depth.tolist()
-    pipe.verifier = "rejection"  # type: ignore[assignment]
+    pipe.verifier = "rejection"
     assert not same(pipe("fox", seed=2), named)
-    pipe.verifier = "lantern:delta=0.2"  # type: ignore[assignment]
+    pipe.verifier = "lantern:delta=0.2"
     assert pipe("fox", seed=2).complete  # bound to the model's own codebook
     pipe.verifier = Exact()
     assert same(pipe("fox", seed=2), named)
 
 
 def test_another_type(pipe: Pipeline) -> None:
-    pipe.verifier = "lantern"  # type: ignore[assignment]
+    pipe.verifier = "lantern"
     moved = pipe.to("cpu", "bfloat16")
     assert moved is pipe and pipe.dtype == torch.bfloat16 and str(pipe.device) == "cpu"
     assert pipe("fox", seed=1).complete

@@ -83,7 +83,7 @@ def middle(sheet: np.ndarray, panel: int, row: int, col: int, side: int) -> np.n
 
 
 def test_colours_say_what_the_history_says(pipe: Pipeline) -> None:
-    pipe.tree = "adjacency:init=both,nodes=16"  # type: ignore[assignment]
+    pipe.tree = "adjacency:init=both,nodes=16"
     history = pipe("fox", seed=1, laws="keep").history
     sheet = np.asarray(heatmap(history))
     side = history.layout.width

@@ -86,7 +86,7 @@ class Hub:
 def test_push_to_hub(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     Hub.calls.clear()
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    pipe.tree = "chain:depth=2"  # type: ignore[assignment]
+    pipe.tree = "chain:depth=2"
     assert pipe.push_to_hub("me/mine", token="t", private=True).startswith("https://huggingface.co/me/mine")
     (_, token), (_, create), (_, upload) = Hub.calls
     assert token == {"token": "t"} and create == {"repo_id": "me/mine", "private": True, "exist_ok": True}

@@ -74,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnderdrawError as error:
         return complain(str(error))
     except ModuleNotFoundError as error:
-        return complain(f"this needs the package {error.name}, which is not installed; pip install {error.name}.")
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "underdraw"):
+            raise
+        return complain(f"this needs the package {package}, which is not installed; pip install {package}.")
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
         return complain(f"{name}{error.strerror or error}.")

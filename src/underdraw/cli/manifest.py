@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from underdraw import __version__
 from underdraw.errors import ConfigError
+from underdraw.files import UNFINISHED, replacing
 
 RUN, LINES = "run.json", "manifest.jsonl"
 
@@ -76,7 +77,8 @@ class Manifest:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / LINES).unlink(missing_ok=True)
         about = {"underdraw": __version__, "settings": self._asked}
-        _replace(self.folder / RUN, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+        with replacing(self.folder / RUN) as file:
+            file.write((json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
         self._begun = True
 
     def count(self) -> int:
@@ -94,7 +96,7 @@ class Manifest:
 
     def _read(self, *, strict: bool = True) -> None:
         """Read the lines; drop a last one that was cut off, and those whose picture is gone."""
-        for part in self.folder.glob(".*.part"):  # of a picture that was being written
+        for part in self.folder.glob(UNFINISHED):  # of a picture that was being written
             part.unlink()
         path = self.folder / LINES
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
@@ -107,7 +109,8 @@ class Manifest:
                 self.rows[row["index"]] = row
                 kept.append(line + b"\n")
         if len(kept) < len(lines) - 1 or lines[-1]:
-            _replace(path, b"".join(kept).decode("utf-8"))
+            with replacing(path) as file:
+                file.write(b"".join(kept))
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -117,13 +120,3 @@ def _row(line: bytes) -> dict[str, Any] | None:
         return None
     fits = isinstance(row, dict) and isinstance(row.get("index"), int) and isinstance(row.get("file"), str)
     return row if fits and Path(row["file"]).name == row["file"] else None
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

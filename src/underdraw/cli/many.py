@@ -32,6 +32,17 @@ class Item:
         return f"{self.index:05d}.png"
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What all pictures of a folder have in common. The job is that of the first prompt."""
+
+    pipe: Pipeline
+    task: Task
+    sampling: Sampling
+    job: Job
+    manifest: Manifest
+
+
 def draw_many(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
     """Draw what the folder does not hold yet."""
     assert task.out is not None
@@ -42,11 +53,12 @@ def draw_many(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
     items, skipped = _items(pipe, task, job, seed)
     manifest.open(_settings(pipe, task, job, seed), "anew" if task.force else "resume")
     todo = [item for item in items if item.index not in manifest.rows]
+    run = Run(pipe, task, sampling, job, manifest)
     total = work(pipe.model.layout(job.size)) * len(todo) * (1 + task.compare)
     try:
         with progress(total, silent=task.silent) as advance:
             for start in range(0, len(todo), task.batch):
-                _draw(pipe, task, sampling, todo[start : start + task.batch], manifest, advance)
+                _draw(run, todo[start : start + task.batch], advance)
     except KeyboardInterrupt:
         print(
             f"{manifest.count()} of {len(items)} pictures are drawn; the same command goes on from there.",
@@ -87,23 +99,21 @@ def _settings(pipe: Pipeline, task: Task, job: Job, seed: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def _draw(
-    pipe: Pipeline, task: Task, sampling: Sampling, items: list[Item], manifest: Manifest, advance: Callback
-) -> None:
+def _draw(run: Run, items: list[Item], advance: Callback) -> None:
     """Draw some pictures together and note each of them."""
     from underdraw.pictures import save_png
     from underdraw.results import Stats
 
+    pipe, manifest = run.pipe, run.manifest
     call: dict[str, Any] = {"seed": [item.seed for item in items], "callback_on_step_end": advance}
-    call.update(sampling.arguments())
+    call.update(run.sampling.arguments())
     texts = [item.prompt for item in items]
     out = pipe(texts, **call)
-    comparisons = compared(out, pipe.plain()(texts, **call)) if task.compare else [{} for _ in items]
-    job = pipe.job(texts, seed=call["seed"], **sampling.arguments())
+    comparisons = compared(out, pipe.plain()(texts, **call)) if run.task.compare else [{} for _ in items]
     manifest.begin()
     share = out.stats.seconds / len(items)  # pictures of a batch take their time together
     for item, picture, history, comparison in zip(items, out.images, out.histories, comparisons, strict=True):
-        save_png(picture, manifest.folder / item.file, metadata(pipe, item.prompt, item.seed, job))
+        save_png(picture, manifest.folder / item.file, metadata(pipe, item.prompt, item.seed, run.job))
         row = {"index": item.index, "file": item.file, "prompt": item.prompt, "seed": item.seed}
         manifest.append({**row, **figures(Stats.of([history], share)), **comparison})
 

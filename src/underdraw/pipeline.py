@@ -23,7 +23,7 @@ from torch import Tensor
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.engine.decode import Laws, check_guidance, decode
-from underdraw.errors import ConfigError, UnsupportedError
+from underdraw.errors import CapacityError, ConfigError, UnsupportedError
 from underdraw.history import History, Step
 from underdraw.job import Generator, Job, Seed, seeds_of, texts_of
 from underdraw.loading import SETTINGS, load_model, saved_choice
@@ -169,12 +169,17 @@ class Pipeline:
         histories = [History(self.model.layout(job.size)) for _ in job.prompts]
         self._interrupted = False
         began = time.perf_counter()
-        for step in self.steps(job, histories, laws):
-            if callback_on_step_end is not None:
-                known = {"step": step, "history": histories[step.sequence]}
-                callback_on_step_end(self, step.index, step.start, known)
-            if self._interrupted:
-                break
+        try:
+            for step in self.steps(job, histories, laws):
+                if callback_on_step_end is not None:
+                    known = {"step": step, "history": histories[step.sequence]}
+                    callback_on_step_end(self, step.index, step.start, known)
+                if self._interrupted:
+                    break
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{len(job.prompts)} pictures at once do not fit into the memory of {self.device}; draw fewer together."
+            ) from error
         seconds = time.perf_counter() - began
         return PipelineOutput(
             images=self.pictures(histories, output_type),

@@ -11,13 +11,13 @@ from PIL import Image
 from underdraw import Pipeline
 from underdraw.registry import policies
 
-TREES = {
-    "none": "none",
+SMALLER = {  # than by default, where that saves time
     "chain": "chain:depth=3",
     "static": "static:shape=reverse_balanced_25",
     "confidence": "confidence:depth=3,top_k=4,nodes=12",
     "adjacency": "adjacency:init=both,nodes=16",
 }
+TREES = ["auto", *(SMALLER.get(name, name) for name in policies.names())]
 WORDS = ("a red fox", "a blue house", "狐", "a tree")
 
 
@@ -37,11 +37,7 @@ def expected(small_model: Path, temperature: float) -> list[bytes]:
     return pictures
 
 
-def test_every_policy_is_tried() -> None:
-    assert set(policies.names()) <= set(TREES), "a policy without a row here"
-
-
-@pytest.mark.parametrize("tree", [*TREES.values(), "auto"])
+@pytest.mark.parametrize("tree", TREES)
 def test_every_policy_alone_and_in_a_batch(
     pipe: Pipeline, expected: list[bytes], temperature: float, tree: str
 ) -> None:

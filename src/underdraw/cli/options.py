@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from underdraw.registry import policies
+
 PARTS, SAMPLING, OUTPUT = "Model and drafting", "Sampling", "Output"
 
 Model = Annotated[
@@ -26,8 +28,8 @@ Tree = Annotated[
     str,
     typer.Option(
         metavar="POLICY", rich_help_panel=PARTS,
-        help="How large a tree of guesses: auto, adjacency, confidence, static, chain or none (no speculation), with "
-        "options behind a colon, e.g. adjacency:init=both,nodes=24.",
+        help=f"How large a tree of guesses: auto, {', '.join(policies.names())}, with options behind a colon, e.g. "
+        "adjacency:init=both,nodes=24. With none there is no speculation.",
     ),
 ]  # fmt: skip
 Verifier = Annotated[

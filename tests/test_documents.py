@@ -86,6 +86,11 @@ def test_documented_commands_draw(command: str, small_model: Path, place: Path) 
             assert (place / value).exists()
 
 
+def test_every_command_of_ours_has_a_test() -> None:
+    """`generate` and `env` above; `models` beside its guide."""
+    assert {c.split()[1] for c in commands() if c.startswith("underdraw ")} <= {"generate", "env", "models"}
+
+
 def test_the_readmes_first_command(tmp_path: Path) -> None:
     """As it stands there, with the embedded model: a picture that is not blank, and the very one of plain sampling."""
     block = (ROOT / "README.md").read_text().partition("<!-- show -->\n```bash\n")[2].partition("```")[0]

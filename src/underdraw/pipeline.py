@@ -168,9 +168,10 @@ class Pipeline:
         )  # fmt: skip
         histories = [History(self.model.layout(job.size)) for _ in job.prompts]
         self._interrupted = False
+        steps = self.steps(job, histories, laws)
         began = time.perf_counter()
         try:
-            for step in self.steps(job, histories, laws):
+            for step in steps:
                 if callback_on_step_end is not None:
                     known = {"step": step, "history": histories[step.sequence]}
                     callback_on_step_end(self, step.index, step.start, known)

@@ -153,3 +153,12 @@ def test_force_starts_again(small_model: Path, tmp_path: Path) -> None:
     left = {path.name for path in folder.iterdir()}
     assert left == {"00000.png", "00001.png", "letter.txt", "manifest.jsonl", "run.json"}
     assert len(rows(folder)) == 2
+
+
+def test_a_stopped_picture_is_not_written(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("underdraw.pipeline.Pipeline.pictures", stop)
+    done = call("generate", "fox", "-m", small_model, "-o", tmp_path / "a.png", "--tree", "none")
+    assert (done.code, done.out, done.err) == (130, "", "stopped.\n") and not list(tmp_path.iterdir())

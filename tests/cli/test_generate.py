@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ def test_one_picture(small_model: Path, folder: Path) -> None:
 
 
 def test_json_is_the_last_line(small_model: Path, folder: Path) -> None:
-    done = call("generate", "a red fox", "-m", small_model, "-o", "a.png", "--seed", 7, "--json", "--compare")
+    tree = ("--tree", "confidence:nodes=16,depth=4,top_k=4")
+    done = call("generate", "a red fox", "-m", small_model, "-o", "a.png", "--seed", 7, "--json", "--compare", *tree)
     record = done.record
     for key in ("seconds", "passes", "tokens", "tokens_per_pass", "mean_depth", "speedup", "identical"):
         assert key in record
@@ -161,6 +163,16 @@ def test_env() -> None:
     assert known["versions"]["torch"] != "not installed" and "cpu" in known["devices"]
     text = call("env").out
     assert known["versions"]["torch"] in text and known["kernels"]["attention"] in text
+
+
+def test_env_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = SimpleNamespace(name="Accelerator 9", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: about)
+    known = call("env", "--json").record
+    assert known["devices"]["cuda:0"] == "Accelerator 9, 80 GiB, compute capability 9.0"
+    assert known["kernels"]["device"] == "cuda" and "cuBLAS" in known["kernels"]["matrices"]
 
 
 def test_version_and_help() -> None:

@@ -66,7 +66,8 @@ def devices() -> dict[str, str]:
     found = {"cpu": "float32, the same bits for every tree and batch"}
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {about.major}.{about.minor}"
+        capability = f"compute capability {about.major}.{about.minor}"
+        found[f"cuda:{index}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {capability}"
     return found
 
 

@@ -20,8 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from underdraw.drafters.block import Block
+from underdraw.drafters.eagle import Eagle
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
+from underdraw.engine.costs import measure, remember, remembered
 from underdraw.engine.decode import Laws, check_guidance, decode
 from underdraw.errors import CapacityError, ConfigError, UnsupportedError
 from underdraw.history import History, Step
@@ -33,8 +36,10 @@ from underdraw.models.checkpoint import Hub, on_hub, open_checkpoint
 from underdraw.models.drafter import drafter_folder, nearest_codes, open_drafter
 from underdraw.models.family import Model
 from underdraw.nn.linear import input_major
+from underdraw.policies.cost import Cost
+from underdraw.policies.fixed import Chain
 from underdraw.prompts import check_text
-from underdraw.protocols import Drafter, TreePolicy, Verifier
+from underdraw.protocols import Drafter, Prompt, TreePolicy, Verifier
 from underdraw.registry import drafters, parse, policies, verifiers
 from underdraw.results import PipelineOutput, Stats
 from underdraw.sampling import Sampler
@@ -94,7 +99,7 @@ class Pipeline:
     @tree.setter
     def tree(self, spec: str | TreePolicy) -> None:
         self.tree_name = spec if isinstance(spec, str) else _name_of(spec)
-        self._tree: TreePolicy = policies.build("confidence:nodes=16,depth=6,top_k=4" if spec == "auto" else spec)
+        self._tree: TreePolicy = policies.build("adjacency" if spec == "auto" else spec)
 
     @property
     def verifier(self) -> Verifier:
@@ -242,10 +247,28 @@ class Pipeline:
         """The decoding loop of a job, one Step after the other; tokens land in `histories`."""
         prompts = [self.model.prompt(text, job.negative, job.size) for text in job.prompts]
         plain = self.tree_name == "none"
+        tree = self._automatic(job, prompts[0]) if self.tree_name == "auto" else self.tree
         return decode(
-            self.model.target, Forced() if plain else self.drafter, self.tree, self.verifier, prompts,
+            self.model.target, Forced() if plain else self.drafter, tree, self.verifier, prompts,
             self._sampler(job), guidance=job.guidance, histories=histories, laws=laws,
         )  # fmt: skip
+
+    def _automatic(self, job: Job, prompt: Prompt) -> TreePolicy:
+        """The tree that follows what passes cost on this machine; it is measured once for a model and a batch size."""
+        if not isinstance(self.drafter, Eagle | Block):
+            return Chain(8)  # guesses that are all there at once want no tree
+        if self.device.type != "cpu":
+            return self.tree
+        batch = min(len(job.prompts), 4)
+        arch = self.model.target.net.arch
+        key = (self.model.family, arch.dim, arch.layers, self.drafter_name, self.dtype, f"batch {batch}")
+        costs = remembered(key)
+        if costs is None:
+            sampler = Sampler(self.model.layout(job.size), range(batch), temperature=job.temperature)
+            costs = measure(self.model.target, self.drafter, Forced(), [prompt] * batch, sampler, job.guidance)
+            remember(key, costs)
+        log.debug("passes cost %s", costs)
+        return Cost(costs.plain, costs.base, costs.node, costs.level)
 
     @torch.inference_mode()
     def pictures(self, histories: Sequence[History], output_type: OutputType = "pil") -> Any:

@@ -21,7 +21,9 @@ class TreePlan:
     """A tree of at most `nodes` nodes, the root included, that reaches `depth` levels below the root.
 
     `width` nodes of each level are expanded, each into `branch` children. With a `shape` (the parent of every node,
-    -1 for the root, siblings in order of rank) the tree is exactly that one, whatever the drafter thinks.
+    -1 for the root, siblings in order of rank) the tree is exactly that one, whatever the drafter thinks. With a
+    `floor`, nodes whose chance of being accepted is smaller are left out, and growth ends when none is left; finding
+    that out waits for the device at every level, so it is for CPUs.
     """
 
     depth: int
@@ -29,6 +31,7 @@ class TreePlan:
     branch: int
     nodes: int
     shape: tuple[int, ...] | None = None
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         if self.depth < 0 or self.width < 1 or self.branch < 1:
@@ -42,6 +45,8 @@ class TreePlan:
             )
         if self.nodes > MAX_NODES:
             raise ConfigError(f"a tree of {self.nodes} nodes is too large; a pass checks at most {MAX_NODES}.")
+        if not 0 <= self.floor < 1:
+            raise ConfigError(f"floor {self.floor} is a chance and must lie in [0, 1).")
         if self.depth * self.width > MAX_EXPANDED:
             raise ConfigError(
                 f"depth {self.depth} times width {self.width} is more than a drafter expands, {MAX_EXPANDED} nodes; "
@@ -67,7 +72,8 @@ class TreePlan:
         level = [1]
         for _ in range(depth):
             level.append(min(level[-1], self.width) * self.branch)
-        return TreePlan(depth, self.width, self.branch, max(min(self.nodes, sum(level)), depth + 1))
+        nodes = max(min(self.nodes, sum(level)), depth + 1)
+        return TreePlan(depth, self.width, self.branch, nodes, floor=self.floor)
 
     def fixed(self) -> TreePlan:
         """A plan of the same size with a fixed shape, for proposals that may not look before they choose."""

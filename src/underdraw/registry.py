@@ -110,6 +110,7 @@ policies: Registry[Any] = Registry(
         "static": "underdraw.policies.fixed:Static",
         "confidence": "underdraw.policies.confidence:Confidence",
         "adjacency": "underdraw.policies.adjacency:Adjacency",
+        "cost": "underdraw.policies.cost:Cost",
     },
 )
 verifiers: Registry[Any] = Registry(

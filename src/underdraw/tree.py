@@ -9,6 +9,7 @@ from how far its score lies behind the best one; q alone does not tell it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -97,6 +98,7 @@ def envelope(plans: list[TreePlan]) -> TreePlan:
         max(p.width for p in plans),
         max(p.branch for p in plans),
         max(p.nodes for p in plans),
+        floor=min((p.floor for p in plans if p.depth), default=0.0),
     )
 
 
@@ -168,20 +170,16 @@ class _Pool:
     depths: Tensor  # (P,)
     ranks: Tensor  # (P,)
     parents: Tensor  # (P,) which expanded node is the parent, counted over all levels; the root is its own
-    widths: tuple[int, ...]  # expanded nodes a level, from the root's on
 
     @classmethod
-    @functools.lru_cache(maxsize=1024)
-    def of(cls, depth: int, width: int, branch: int, device: torch.device) -> _Pool:
-        widths = [1]
-        for _ in range(depth - 1):
-            widths.append(min(width, widths[-1] * branch))
-        level = torch.repeat_interleave(torch.arange(depth), torch.tensor(widths))  # of each expanded node
+    @functools.lru_cache(maxsize=4096)
+    def of(cls, widths: tuple[int, ...], branch: int, device: torch.device) -> _Pool:
+        level = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths))  # of each expanded node
         root = torch.zeros(1, dtype=torch.int64)
         depths = torch.cat([root, (level + 1).repeat_interleave(branch)])
         ranks = torch.cat([root, torch.arange(branch).repeat(len(level))])
         parents = torch.cat([root, torch.arange(len(level)).repeat_interleave(branch)])
-        return cls(depths.to(device), ranks.to(device), parents.to(device), tuple(widths))
+        return cls(depths.to(device), ranks.to(device), parents.to(device))
 
 
 def _grow_best(
@@ -196,14 +194,14 @@ def _grow_best(
     """Expand the most promising `width` nodes a level, then keep the best `nodes` of all that were seen."""
     device, layout = root.device, draws.sampler.layout
     branch = min(plan.branch, layout.columns)
-    pool = _Pool.of(plan.depth, plan.width, branch, device)
+    lowest = math.log(plan.floor) if plan.floor else -math.inf
     place = torch.zeros_like(root)[:, None]  # (B, W) of the nodes of the level in the pool
     level = Level(0, root[:, None], place)
     reached: Tensor | None = None  # (B, W, 1) log chance that the target comes by the nodes of the level
     tokens, places = [level.tokens], [place]
     chances = [torch.full_like(root, torch.inf, dtype=torch.float32)[:, None]]  # the root is always kept
-    seen = 1
-    for depth, width in enumerate(pool.widths, start=1):
+    widths, nodes = [1], 1  # expanded nodes a level, and nodes worth keeping
+    for depth in range(1, plan.depth + 1):
         logits = expand(level)
         column, chance, _ = children(logits, depth, branch, draws, proposal)  # (B, W, k)
         if proposal == "coupled" and calibration is not None:
@@ -218,29 +216,34 @@ def _grow_best(
             chance = chance.masked_fill(closed[:, None], -torch.inf)
         tokens.append(layout.tokens(column.flatten(1)))
         chances.append(chance.flatten(1))
-        if depth == plan.depth:
+        count = alive = widths[-1] * branch
+        if plan.floor:
+            alive = int((chances[-1] >= lowest).sum(1).max())
+        nodes += alive
+        if depth == plan.depth or not alive:
             break
-        count = pool.widths[depth]
+        count = min(count, plan.width, alive)
         reached, best_of = chances[-1].topk(count, dim=-1)  # (B, W')
         if limits is not None:
             narrow = torch.arange(count, device=device) >= limits.width[:, None]
             reached = reached.masked_fill(narrow, -torch.inf)
         reached = reached[..., None]
-        level = Level(depth, tokens[-1].gather(1, best_of), torch.take(pool.parents[1:], best_of))
-        places.append(best_of + seen)
-        seen += width * branch
+        level = Level(depth, tokens[-1].gather(1, best_of), best_of // branch)
+        places.append(best_of + 1 + sum(widths[:-1]) * branch)
+        widths.append(count)
     joined = (torch.cat(parts, dim=1) for parts in (tokens, chances, places))
-    return _keep(plan, pool, limits, *joined)
+    pool = _Pool.of(tuple(widths), branch, device)
+    return _keep(min(plan.nodes, nodes), len(widths), pool, limits, *joined)
 
 
 def _keep(
-    plan: TreePlan, pool: _Pool, limits: Limits | None, tokens: Tensor, chance: Tensor, places: Tensor
+    count: int, depth: int, pool: _Pool, limits: Limits | None, tokens: Tensor, chance: Tensor, places: Tensor
 ) -> DraftTree:
     """The best nodes of a pool of tokens (B, P) as a tree; places (B, E) in the pool of the nodes that were expanded.
 
     A stable sort keeps a parent, which comes first in the pool, before a child of equal chance.
     """
-    count = min(plan.nodes, tokens.shape[1])
+    count = min(count, tokens.shape[1])
     chance, order = (part[:, :count] for part in chance.sort(dim=-1, descending=True, stable=True))
     index = torch.arange(count, device=tokens.device)
     if limits is not None:
@@ -254,7 +257,7 @@ def _keep(
         tokens.gather(1, kept),
         parents,
         torch.take(pool.depths, kept).masked_fill_(padding, -1),
-        ancestry(parents, plan.depth),
+        ancestry(parents, depth),
         torch.take(pool.ranks, kept),
     )
 

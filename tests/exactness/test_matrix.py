@@ -32,6 +32,8 @@ POLICIES = (
     "adjacency:init=vertical,nodes=24,beta=0.2",
     "adjacency:init=random,nodes=24",
     "adjacency:init=both,nodes=40,l_d=2",
+    "cost:node=0.4,depth=5",
+    "cost:plain=2,base=6,node=0.5,retry=3,nodes=24",
 )
 DRAFTERS = (
     "eagle",

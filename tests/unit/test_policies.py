@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from tables import TableDrafter, TableTarget, draw, tables
 
 from underdraw.drafters.forced import Forced
+from underdraw.errors import ConfigError
 from underdraw.history import History, Record, Step
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.confidence import Confidence
+from underdraw.policies.cost import Cost
 from underdraw.policies.fixed import Chain, NoTree
 from underdraw.registry import policies
 from underdraw.verifiers.exact import Exact
@@ -36,6 +38,8 @@ SPECS = (
     "adjacency:init=vertical",
     "adjacency:init=both",
     "adjacency:init=random",
+    "cost",
+    "cost:plain=5,base=20",
 )
 
 
@@ -277,3 +281,36 @@ def test_imports_without_torch(module: str) -> None:
     """Policies and records never import torch, and `import underdraw` stays light."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_cost_asks_of_a_node_what_it_costs_next_door() -> None:
+    """The floor is the price of a node over the price of a token nearby: left, and above the cells to come."""
+    policy = Cost(plain=20, base=20, node=1, level=0.5, reach=2, retry=4)
+    history = History(Layout(3, 8, range(4, 12)))
+    assert policy.plan(history, 0).floor == pytest.approx(1 / 10)  # nothing is known: half a plain pass
+    for step, (depth, nodes, accepted) in {
+        9: (4, 8, 3),
+        10: (4, 8, 3),
+        3: (2, 3, 0),
+        4: (2, 3, 0),
+        0: (9, 9, 9),
+    }.items():
+        history.tree[step], history.depth[step] = step, depth
+        history.nodes[step], history.accepted[step] = nodes, accepted
+    left, above = (20 + 8 + 2) / 4, 20 + 3 + 1
+    worth = (2 * left + 2 * above) / 4  # steps 9 and 10, and of row 0 the cells 3 and 4 above those that follow
+    assert policy.plan(history, 10).floor == pytest.approx(round(1 / worth, 3))
+
+
+def test_cost_stops_growing_trees_that_do_not_pay_and_tries_again() -> None:
+    policy = Cost(plain=10, base=20, node=1, level=0, reach=2, retry=4)
+    history = History(Layout(1, 12, range(4, 12)))
+    for step in range(1, 12):
+        history.tree[step], history.depth[step], history.nodes[step] = step, 1, 2  # nothing was ever accepted
+    assert [policy.plan(history, step).depth for step in range(4, 9)] == [12, 0, 0, 0, 12]
+
+
+@pytest.mark.parametrize("wrong", ["plain=0", "node=-1", "base=nan", "level=-0.1", "retry=0", "reach=0", "nodes=3"])
+def test_cost_refuses_what_cannot_be(wrong: str) -> None:
+    with pytest.raises(ConfigError):
+        policies.build(f"cost:{wrong}")

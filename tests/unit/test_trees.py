@@ -40,7 +40,8 @@ FAST = settings(max_examples=100, deadline=None, derandomize=True)
 @st.composite
 def plans(draw: Any, deepest: int = 6) -> TreePlan:
     depth, width = draw(st.integers(0, deepest)), draw(st.integers(1, 6))
-    return TreePlan(depth, width, draw(st.integers(1, 8)), draw(st.integers(depth + 1, 40)))
+    floor = draw(st.sampled_from([0.0, 0.0, 0.02, 0.3]))
+    return TreePlan(depth, width, draw(st.integers(1, 8)), draw(st.integers(depth + 1, 40)), floor=floor)
 
 
 @st.composite
@@ -366,3 +367,34 @@ def test_trees_never_reach_past_the_last_token(layout: Layout, policy: str, prop
         drafted = tree.depths > 0
         if layout.row_end is not None:
             assert torch.equal((tree.tokens == layout.row_end)[drafted], layout.forced(steps)[drafted])
+
+
+@pytest.mark.parametrize("floor", [0.01, 0.1, 0.4])
+def test_a_floor_leaves_out_what_is_unlikely_and_nothing_else(floor: float) -> None:
+    """A tree with a floor is the tree without one, less the nodes below the floor and their descendants."""
+    sampler, calibration = Sampler(PLAIN, [11]), Calibration(1.5, (0.0, -0.2), 0.1)
+    draws = sampler.draws(torch.tensor([2]), 4)
+
+    def logits(depth: int, token: int) -> Tensor:  # the same for the same node, whichever tree asks
+        return torch.randn(12, generator=torch.Generator().manual_seed(100 * depth + token)) * 2
+
+    def tree(least: float) -> DraftTree:
+        def expand(level: Level) -> Tensor:
+            return torch.stack([logits(level.depth, token) for token in level.tokens[0].tolist()])[None]
+
+        plan = TreePlan(3, 12, 12, 128, floor=least)
+        return grow(expand, torch.tensor([4]), plan, draws, calibration=calibration)
+
+    everything, chances = nodes_of(tree(0.0), 0), [1.0]
+    for _, parent, depth, rank in everything[1:]:
+        scores = draws.level_scores(logits(depth - 1, everything[parent][0])[None, None], depth)
+        chance = calibration.log_chance(scores.sort(descending=True).values, forcing=False).exp()[0, 0, rank]
+        chances.append(chances[parent] * float(chance))
+    kept = [
+        (token, depth, rank)
+        for (token, _, depth, rank), chance in zip(everything, chances, strict=True)
+        if chance >= floor
+    ]
+    pruned = [(token, depth, rank) for token, _, depth, rank in nodes_of(tree(floor), 0)]
+    assert sorted(pruned) == sorted(kept)
+    assert 1 < len(kept) < len(everything)

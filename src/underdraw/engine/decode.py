@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -69,6 +69,8 @@ def decode(
         limits = None if all(p == plan for p in plans) else Limits.of(plans, device)
         draws = sampler.draws(steps, plan.depth + 1, draws, moved)
         tree = draft.draft(Request(root, steps, plan, draws, proposal, limits))
+        if plan.floor:
+            plans = _grown(tree, plans)
         output = session.run(tree, steps)
         verdict = verifier.verify(tree, output.logits, draws)
         news = _fetch(tree, verdict, plan.depth, _laws(output.logits, verdict.path, draws) if laws == "keep" else None)
@@ -90,6 +92,15 @@ def decode(
             place[image] += length + 1
             yield step
         index += 1
+
+
+def _grown(tree: DraftTree, plans: list[TreePlan]) -> list[TreePlan]:
+    """The plans with the sizes that trees with a floor have really come to, for the record."""
+    depths, nodes = tree.depths.amax(1).tolist(), (tree.depths >= 0).sum(1).tolist()
+    return [
+        replace(plan, depth=depth, nodes=count) if plan.floor else plan
+        for plan, depth, count in zip(plans, depths, nodes, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from underdraw.models.family import Model
-from underdraw.training.samples import Samples, kept_features, prompts_of, raster_of
+from underdraw.training.samples import Samples, kept_features, prompts_of, raster_of, shortened
 from underdraw.training.teacher import Lesson, Teacher
 
 Draw = Callable[[int, torch.Generator], Lesson]
@@ -49,7 +49,8 @@ def from_pack(model: Model, teacher: Teacher, pack: Path) -> Draw:
         scenes = composer.draw(count, rng)
         with torch.no_grad():
             codes = model.images.encode(painter.paint(scenes))
-        return teacher.lesson(prompts_of(model, composer.captions(scenes)), raster_of(teacher.layout, codes))
+        texts = [shortened(model, text) for text in composer.captions(scenes)]
+        return teacher.lesson(prompts_of(model, texts), raster_of(teacher.layout, codes))
 
     return draw
 

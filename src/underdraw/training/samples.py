@@ -172,6 +172,18 @@ def prompts_of(model: Model, texts: Sequence[str]) -> list[Prompt]:
     return [model.prompt(text, None, model.sizes[0]) for text in texts]
 
 
+def shortened(model: Model, text: str) -> str:
+    """A text without the last words that the model has no room for."""
+    words = text.split(" ")
+    while len(words) > 1:
+        try:
+            model.prompt(" ".join(words), None, model.sizes[0])
+            break
+        except ConfigError:
+            words.pop()
+    return " ".join(words)
+
+
 def _is_of(path: Path, texts: list[str]) -> bool:
     """Is this shard written already, and for these texts?"""
     if not path.exists():
@@ -197,13 +209,14 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
-def captions(pack: Path, count: int, cell: int, seed: int = 0) -> list[str]:
+def captions(model: Model, pack: Path, count: int, seed: int = 0) -> list[str]:
     """Captions of composed pictures, for the tiny family."""
     from underdraw.training.compose import Composer
     from underdraw.training.data import Pack
 
-    composer = Composer(Pack(pack), "train", None, cell)
-    return composer.captions(composer.draw(count, np.random.default_rng(seed)))
+    composer = Composer(Pack(pack), "train", None, model.images.downsample)
+    texts = composer.captions(composer.draw(count, np.random.default_rng(seed)))
+    return [shortened(model, text) for text in texts]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -230,9 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         encode_samples(model, read_manifest(options.images), options.out, batch=options.batch)
         return
     texts = (
-        read_texts(options.prompts)
-        if options.prompts
-        else captions(options.pack, options.count, model.images.downsample, options.seed)
+        read_texts(options.prompts) if options.prompts else captions(model, options.pack, options.count, options.seed)
     )
     wanted = [texts[index % len(texts)] for index in range(options.count)]
     draw_samples(model, wanted, options.out, batch=options.batch, seed=options.seed, temperatures=options.temperatures)

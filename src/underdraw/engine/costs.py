@@ -1,0 +1,110 @@
+"""What passes cost on this machine: a straight line in nodes and levels, measured once and remembered on disk.
+
+Measuring runs the loop itself for a few passes at several tree sizes; the pictures are thrown away.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from underdraw.engine.decode import decode
+from underdraw.history import History
+from underdraw.plan import TreePlan
+from underdraw.policies.fixed import NoTree
+from underdraw.protocols import Drafter, Prompt, Target, TreePolicy
+from underdraw.sampling import Sampler
+from underdraw.verifiers.exact import Exact
+
+log = logging.getLogger(__name__)
+_SMALL, _DEEP, _WIDE = TreePlan(2, 1, 1, 3), TreePlan(8, 1, 1, 9), TreePlan(2, 6, 6, 27)
+_WARM, _TIMED = 2, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Milliseconds: a plain pass, one with a tree, and what each node and level add to it."""
+
+    plain: float
+    base: float
+    node: float
+    level: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Always:
+    """One plan for every step."""
+
+    tree: TreePlan
+
+    def plan(self, history: History, step: int) -> TreePlan:
+        return self.tree
+
+
+def measure(
+    target: Target, drafter: Drafter, forced: Drafter, prompts: Sequence[Prompt], sampler: Sampler, guidance: float
+) -> Costs:
+    """Time a few passes of each size; the median of each is what counts."""
+
+    def time(own: Drafter, policy: TreePolicy) -> float:
+        seconds = []
+        for step in decode(target, own, policy, Exact(), prompts, sampler, guidance=guidance):
+            if step.sequence == 0:
+                seconds.append(step.seconds)
+            if len(seconds) == _WARM + _TIMED:
+                break
+        return 1000 * statistics.median(seconds[_WARM:] or seconds)
+
+    plain = time(forced, NoTree())
+    small, deep, wide = (time(drafter, _Always(tree)) for tree in (_SMALL, _DEEP, _WIDE))
+    node = max((wide - small) / (_WIDE.nodes - _SMALL.nodes), 0.002 * plain)
+    level = max((deep - small - node * (_DEEP.nodes - _SMALL.nodes)) / (_DEEP.depth - _SMALL.depth), 0.0)
+    base = max(small - node * _SMALL.nodes - level * _SMALL.depth, 0.5 * plain)
+    return Costs(*(round(value, 3) for value in (plain, base, node, level)))
+
+
+def remembered(key: Sequence[object], folder: Path | None = None) -> Costs | None:
+    """What was measured before for this model and machine, if anything was."""
+    try:
+        known = json.loads(_file(folder).read_text(encoding="utf-8"))
+        return Costs(**known[_name(key)])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def remember(key: Sequence[object], costs: Costs, folder: Path | None = None) -> None:
+    """Keep a measurement; a folder that cannot be written to is no reason to stop."""
+    file = _file(folder)
+    try:
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        known[_name(key)] = asdict(costs)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        part.replace(file)
+    except (OSError, ValueError) as error:
+        log.info("the measured costs could not be kept in %s (%s)", file, error)
+
+
+def _file(folder: Path | None) -> Path:
+    home = os.environ.get("UNDERDRAW_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "underdraw")
+    return (folder or Path(home)) / "costs.json"
+
+
+def _name(key: Sequence[object]) -> str:
+    return " | ".join(map(str, (*key, machine(), f"{torch.get_num_threads()} threads", f"torch {torch.__version__}")))
+
+
+def machine() -> str:
+    """The device's name, as far as it is known."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return platform.processor() or platform.machine()

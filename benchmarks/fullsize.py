@@ -98,7 +98,8 @@ def vqgan(sizes: Sizes, naming: Naming, code_dim: int, prefix: str = "") -> Shap
     arch = VQArch(sizes.images, codes=sizes.codes, code_dim=code_dim, deep_attention=naming.unit_codes)
     with torch.device("meta"):
         model = VQGAN(arch)
-    return shapes_of(module_slots(model, prefix, lambda name: naming.published(name, len(sizes.images))))
+    levels = 0 if naming is CHAMELEON else len(sizes.images)
+    return shapes_of(module_slots(model, prefix, lambda name: naming.published(name, levels)))
 
 
 def tensors(shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -13,9 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 State = dict[str, Tensor]
-WORDS = (
-    "a red fox on the blue ice snow cat dog Generate an image of according to following prompt"
-)
+WORDS = "a red fox on the blue ice snow cat dog Generate an image of according to following prompt"
 WIDTHS = (32, 32, 64)  # of image tokenizers: 4 pixels a code
 
 

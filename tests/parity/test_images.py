@@ -49,6 +49,21 @@ def test_decode_and_encode(tmp_path: Path, name: str) -> None:
     assert torch.equal(images.encode(pixels), reference.vq_encode(state, pixels, kind))
 
 
+def test_either_order_of_levels_and_any_prefix(tmp_path: Path) -> None:
+    """The hub's copy of Chameleon's tokenizer may count its decoder's levels as they run, and have a prefix."""
+    state = write(tmp_path / "vq.pt", "chameleon", (32, 32, 64))
+    turned = {}
+    for name, value in state.items():
+        parts = name.split(".")
+        if name.startswith("decoder.up."):
+            parts[2] = str(2 - int(parts[2]))
+        turned["model.vqmodel." + ".".join(parts)] = value
+    torch.save(turned, tmp_path / "turned.pt")
+    codes = torch.arange(4).view(1, 2, 2)
+    images = [load(tmp_path / name, "chameleon").decode(codes) for name in ("vq.pt", "turned.pt")]
+    assert torch.equal(*images)
+
+
 def test_lookup_is_on_the_unit_sphere_only_for_llamagen(tmp_path: Path) -> None:
     """Oracle 13."""
     for kind, unit in (("llamagen", True), ("chameleon", False)):
@@ -76,7 +91,8 @@ def test_published_shapes(naming: Naming, arch: VQArch, count: int, parameters: 
     assert sum(value.numel() for value in state.values()) == pytest.approx(parameters, rel=0.03)
     kind = "chameleon" if naming is CHAMELEON else "llamagen"
     shapes = dict(published.vqgan_shapes(kind, arch.widths, arch.codes, arch.code_dim, 256))
-    own = {naming.published(name, len(arch.widths)): tuple(value.shape) for name, value in state.items()}
+    levels = 0 if kind == "chameleon" else len(arch.widths)
+    own = {naming.published(name, levels): tuple(value.shape) for name, value in state.items()}
     assert own == {name: shape for name, shape in shapes.items() if "codebook_used" not in name}
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import published
@@ -12,6 +10,7 @@ import pytest
 import small
 import torch
 from along import Case
+from commands import call
 
 from underdraw.errors import UnsupportedError
 from underdraw.models.checkpoint import Checkpoint, open_checkpoint
@@ -20,11 +19,9 @@ from underdraw.registry import families
 
 
 def command(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "underdraw", "models", *words], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = call("models", *words)
+    assert done.code == 0, done.err
+    return done.out
 
 
 def test_every_family_is_listed() -> None:
@@ -44,11 +41,8 @@ def test_the_commands(anole: Case) -> None:
 
 
 def test_a_command_that_finds_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "underdraw", "models", "inspect", str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "is nothing that underdraw knows" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = call("models", "inspect", str(tmp_path))
+    assert done.code == 2 and "is nothing that underdraw knows" in done.err
 
 
 @pytest.mark.parametrize("name", ["anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3"])

@@ -18,9 +18,12 @@ from along import Case
 from safetensors.torch import load_file, save_file
 
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
-from underdraw.models import hf
+from underdraw.loading import load_model
+from underdraw.models import chameleon, emu3, hf, janus
 from underdraw.models.checkpoint import Checkpoint, Hub, on_hub, open_checkpoint
 from underdraw.models.family import Size
+from underdraw.nn.linear import Linear
+from underdraw.pipeline import Pipeline
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def test_pickles_run_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     torch.save({"model": Harmful()}, tmp_path / "m.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(CheckpointError, match="not weights, and running them would not be safe"):
         along.load(tmp_path / "m.pt")
-    (tmp_path / "n.pt").write_bytes(pickle.dumps(Harmful()))
+    (tmp_path / "n.pt").write_bytes(pickle.dumps(Harmful(), protocol=2))
     with pytest.raises(CheckpointError):
         along.load(tmp_path / "n.pt")
     assert "this ran" not in capsys.readouterr().out
@@ -177,7 +180,7 @@ def test_the_hub_is_asked_as_the_user_said(monkeypatch: pytest.MonkeyPatch, anol
     assert name == "leloy/Anole-7b-v0.1-hf" and checkpoint.path == anole.path
     wanted = {"revision": "v1", "token": "secret", "cache_dir": "/cache", "local_files_only": True}
     assert {key: options[key] for key in wanted} == wanted
-    checkpoint.companion(["not there"], "leloy/Anole-7b-v0.1-vqvae-hf")
+    checkpoint.fetched(["not there"], "leloy/Anole-7b-v0.1-vqvae-hf")
     assert asked[1][1]["revision"] is None and asked[1][1]["token"] == "secret"
 
 
@@ -200,6 +203,43 @@ def test_companions_from_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
     assert checkpoint.companion(["vqgan.ckpt"]) is None
     monkeypatch.setenv("UNDERDRAW_FILES", f"/nowhere:{tmp_path / 'far'}")
     assert checkpoint.companion(["vqgan.ckpt"]) == tmp_path / "far" / "vqgan.ckpt"
+
+
+def test_a_companion_that_is_nowhere(tmp_path: Path) -> None:
+    published.anole(tmp_path / "model", decoder=False)
+    (tmp_path / "model" / "vqgan.ckpt").unlink()
+    checkpoint = open_checkpoint(tmp_path / "model", Hub(cache_dir=str(tmp_path / "cache"), local_files_only=True))
+    with pytest.raises(CheckpointError, match=r"also needs vqgan\.ckpt, .*UNDERDRAW_FILES names; and leloy/Anole"):
+        load_model(checkpoint, along.CPU)
+
+
+@pytest.mark.parametrize("name", ["anole", "lumina", "t2i", "c2i", "janus", "emu3"])
+def test_matrices_are_input_major(request: pytest.FixtureRequest, name: str) -> None:
+    """How a CPU keeps the promise of the same bits; they are allocated so, not turned afterwards."""
+    target = request.getfixturevalue(name).model.target
+    layers = [layer for layer in target.net.modules() if isinstance(layer, Linear)]
+    assert layers and all(layer.weight.stride() == (1, layer.weight.shape[0]) for layer in layers)
+
+
+def test_defaults_are_those_of_the_configuration_classes() -> None:
+    """Configurations leave out what equals the defaults of their class, so ours have to be the same."""
+    from transformers import ChameleonConfig, Emu3TextConfig, Emu3VQVAEConfig, LlamaConfig
+
+    for ours, config in (
+        (chameleon.DEFAULTS, ChameleonConfig()),
+        (emu3.DEFAULTS, Emu3TextConfig()),
+        (emu3.IMAGE_DEFAULTS, Emu3VQVAEConfig()),
+        (janus.DEFAULTS, LlamaConfig()),
+    ):
+        for key, value in ours.items():
+            theirs = config.rope_parameters["rope_theta"] if key == "rope_theta" else getattr(config, key)
+            assert value == theirs or key == "bos_token_id", key
+
+
+def test_another_number_format(t2i: Case) -> None:
+    """A loaded pipeline may change its type; text features follow."""
+    pipe = Pipeline(along.load(t2i.path), drafter="jacobi", tree="none").to(dtype="bfloat16")
+    assert pipe("a red fox", seed=1, output_type="codes").complete
 
 
 MEMORY = """

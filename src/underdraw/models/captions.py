@@ -133,7 +133,7 @@ class TextFeatures:
         """Tokenizer and encoder, loaded once."""
         if self._parts is None:
             transformers = package("transformers", "text for LlamaGen")
-            path = self.checkpoint.companion(_FOLDERS, PUBLISHED)
+            path = self.checkpoint.fetched(_FOLDERS, PUBLISHED)
             try:
                 model = transformers.T5EncoderModel.from_pretrained(path, dtype=self.placement.dtype)
                 tokenizer = transformers.AutoTokenizer.from_pretrained(path)

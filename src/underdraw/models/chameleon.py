@@ -78,8 +78,7 @@ def load_chameleon(
 
 def load_images(checkpoint: Checkpoint, placement: Placement) -> VQGAN:
     """Meta's vqgan.ckpt, or the same weights as the hub has them."""
-    path = checkpoint.companion([f"{folder}vqgan.ckpt" for folder in _TOKENIZER], PUBLISHED_IMAGES)
-    assert path is not None
+    path = checkpoint.fetched([f"{folder}vqgan.ckpt" for folder in _TOKENIZER], PUBLISHED_IMAGES)
     return load_vqgan(path, CHAMELEON, placement, ignored=["loss"])
 
 

@@ -66,20 +66,30 @@ class Checkpoint:
         path = self.folder / name
         return read_json(path) if path.exists() else {}
 
-    def companion(self, names: Sequence[str], published: str = "") -> Path | None:
-        """A file or folder that a model needs and that its authors publish elsewhere.
+    def companion(self, names: Sequence[str]) -> Path | None:
+        """A file or folder that a model needs and that its authors publish elsewhere, if it is on disk.
 
-        Looked for beside the weights, one folder up, and in the folders of the environment variable UNDERDRAW_FILES;
-        then `published`, an `owner/name` or `owner/name/file` of the hub, is fetched.
+        Looked for beside the weights, one folder up, and in the folders of the environment variable UNDERDRAW_FILES.
         """
         own = [Path(part).expanduser() for part in os.environ.get(FILES, "").split(os.pathsep) if part]
         for folder in (self.folder, self.folder.parent, *own):
             for name in names:
                 if (folder / name).exists():
                     return folder / name
-        if not published:
-            return None
-        return fetch(published, replace(self.hub, revision=None))  # the revision is that of the model's repository
+        return None
+
+    def fetched(self, names: Sequence[str], published: str) -> Path:
+        """The same, and if it is not on disk, `owner/name` or `owner/name/file` of the hub."""
+        found = self.companion(names)
+        if found is not None:
+            return found
+        try:
+            return fetch(published, replace(self.hub, revision=None))  # the revision is that of the model's repository
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{self.name} also needs {names[0]}, which lies neither in {self.folder} nor in a folder that {FILES} "
+                f"names; and {error}"
+            ) from error
 
     def drafters(self) -> tuple[Path, ...]:
         """Folders beside the weights whose names begin with `drafter`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from underdraw.errors import CheckpointError, UnsupportedError
-from underdraw.models.checkpoint import Checkpoint, first_line
+from underdraw.models.checkpoint import first_line
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch
 
@@ -77,12 +77,6 @@ def special(path: Path, token: str) -> int:
     if found is None:
         raise CheckpointError(f"{path} knows no token {token!r}; it is not the tokenizer of this model.")
     return int(found)
-
-
-def head_slots_name(checkpoint: Checkpoint, names: tuple[str, ...]) -> str:
-    """The first of several names that the checkpoint has; versions of a layout differ in prefixes."""
-    shapes = checkpoint.shapes()
-    return next((name for name in names if name in shapes), names[0])
 
 
 def square(count: int, where: str) -> int:

@@ -212,8 +212,7 @@ def _captions(own: Weights, placement: Placement) -> tuple[nn.Module, Tensor]:
 def _images(checkpoint: Checkpoint, kind: str, placement: Placement) -> VQGAN:
     name = f"vq_ds16_{kind}.pt"
     published = f"peizesun/llamagen_t2i/{name}" if kind == "t2i" else f"FoundationVision/LlamaGen/{name}"
-    path = checkpoint.companion([name, f"pretrained_models/{name}"], published)
-    assert path is not None
+    path = checkpoint.fetched([name, f"pretrained_models/{name}"], published)
     return load_vqgan(path, LLAMAGEN, placement, ignored=[r"quantize\.codebook_used$"])
 
 

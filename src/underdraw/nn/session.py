@@ -103,7 +103,7 @@ class DecoderSession:
             ids = self.layout.prologue if isinstance(row, Tensor) else (*row, *self.layout.prologue)
             start = self.lengths[index] - len(ids)
             if isinstance(row, Tensor):
-                x[index, :start] = self._project(row.to(device))
+                x[index, :start] = self._project(row.to(x))
             if ids:
                 tokens[index, start : start + len(ids)] = torch.tensor(ids)
         tokens = tokens.to(device)

@@ -101,6 +101,7 @@ CASES = [
     Case("overlong prompt", ["generate", "fox " * 200, "-m", "{model}", "-o", "{here}/a.png"], "shorten it"),
     Case("no text", ["generate", "fox\udcff", "-m", "{model}", "-o", "{here}/a.png"], "no UTF-8 text"),
     Case("overlong negative", [*ONE.split(), "--negative", "fox " * 200], "shorten it"),
+    Case("overlong negative of many", [*TWO.split(), "--negative", "fox " * 200], "shorten it"),
     Case("prompt and file", ONE + "--prompts {here}/p.txt", "give either a prompt or --prompts"),
     Case("two prompts", "generate fox bear -m {model}", "unexpected extra argument"),
     # options

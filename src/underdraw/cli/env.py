@@ -100,6 +100,6 @@ def parts() -> dict[str, Any]:
         "families": families.names(), "policies": policies.names(), "verifiers": verifiers.names(),
         "drafters": ["of the model", *drafters.names()],
     }  # fmt: skip
-    extras = {"data": "pyarrow", "test": "pytest", "lint": "ruff"}
+    extras = {"families": "transformers", "data": "pyarrow", "test": "pytest", "lint": "ruff"}
     known["extras"] = [name for name, module in extras.items() if find_spec(module)] or ["none"]
     return known

@@ -50,7 +50,9 @@ def draw_many(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
     known = {} if task.force else manifest.settings() or {}
     seed = task.seed if task.seed is not None else known.get("seed", secrets.randbelow(2**31))
     job = pipe.job(task.prompts[0], seed=seed, **sampling.arguments())
-    items, skipped = _items(pipe, task, job, seed)
+    if job.negative is not None:
+        pipe.model.check(job.negative)
+    items, skipped = _items(pipe, task, seed)
     manifest.open(_settings(pipe, task, job, seed), "anew" if task.force else "resume")
     todo = [item for item in items if item.index not in manifest.rows]
     run = Run(pipe, task, sampling, job, manifest)
@@ -72,12 +74,12 @@ def draw_many(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
     close(line, record, as_json=task.json, quiet=task.quiet)
 
 
-def _items(pipe: Pipeline, task: Task, job: Job, seed: int) -> tuple[list[Item], int]:
+def _items(pipe: Pipeline, task: Task, seed: int) -> tuple[list[Item], int]:
     """The pictures of a task, and how many prompts were left out because the model cannot read them."""
     items, skipped = [], 0
     for number, text in enumerate(task.prompts):
         try:
-            pipe.model.prompt(text, job.negative, job.size)
+            pipe.model.check(text)
         except ConfigError as error:
             if task.overlong == "refuse":
                 raise ConfigError(f"prompt {number + 1}: {error} Or leave such prompts out: --overlong skip.") from None

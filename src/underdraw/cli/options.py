@@ -21,7 +21,8 @@ Drafter = Annotated[
     str,
     typer.Option(
         metavar="DRAFTER", rich_help_panel=PARTS,
-        help="Who guesses ahead: auto (the model's own, or jacobi), jacobi, neighbour, or a drafter's folder.",
+        help="Who guesses ahead: auto (the model's own, or jacobi), jacobi, neighbour, a drafter's folder, or "
+        "OWNER/NAME on the Hugging Face hub.",
     ),
 ]  # fmt: skip
 Tree = Annotated[

@@ -81,6 +81,10 @@ MakePrompt = Callable[[str, str | None, Size], Prompt]
 """A family's way from words to the rows before the image: text, negative text for the unconditional row, size."""
 
 
+def _reads_everything(_: str) -> None:
+    """The check of families that cut long prompts, as their authors do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A loaded checkpoint: everything that drawing with it takes."""
@@ -93,6 +97,7 @@ class Model:
     sizes: tuple[Size, ...]  # the first one is the default
     layout: Callable[[Size], Layout]
     prompt: MakePrompt
+    check: Callable[[str], None] = _reads_everything  # refuses words that it cannot read, without encoding them
     drafters: Sequence[Path] = ()  # folders of the drafters that came with it, best first
     source: Path | None = field(default=None)  # the files it was loaded from
     hub: Hub = Hub()  # how to fetch what belongs to it, such as drafters

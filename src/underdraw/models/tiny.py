@@ -49,13 +49,17 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
     input_major(net)
     codes = range(size["text"], size["text"] + size["codes"])
 
+    def check(words: str) -> None:
+        count = len(text.spell_all(words))
+        if count > text.max_length - 1:
+            raise ConfigError(
+                f"the prompt {words[:40]!r}... has {count} tokens and {checkpoint.name} reads {text.max_length - 1}; "
+                "shorten it."
+            )
+
     def prompt(words: str, negative: str | None, _: Size) -> Prompt:
-        for given in (words, negative or ""):
-            if len(text.spell_all(given)) > text.max_length - 1:
-                raise ConfigError(
-                    f"the prompt {given[:40]!r}... has {len(text.spell_all(given))} tokens and {checkpoint.name} reads "
-                    f"{text.max_length - 1}; shorten it."
-                )
+        check(words)
+        check(negative or "")
         condition, unconditional = text.encode_batch([words, negative or ""])
         return Prompt(tuple(condition), tuple(unconditional))
 
@@ -68,6 +72,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
         sizes=(Size(height * images.downsample, width * images.downsample),),
         layout=lambda _: Layout(height, width, codes),
         prompt=prompt,
+        check=check,
         drafters=tuple(path.parent for path in sorted(folder.glob("drafter*/model-0.safetensors"))),
         source=folder,
     )

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
 import toy
+from commands import call
 from torch import Tensor
 
+from underdraw import Pipeline
+from underdraw.drafters.storage import load_drafter
+from underdraw.errors import CheckpointError
 from underdraw.layout import Layout
+from underdraw.loading import load_model, placement
+from underdraw.models.checkpoint import open_checkpoint
+from underdraw.nn.storage import load_weights
 from underdraw.policies.fixed import Chain
 from underdraw.protocols import Opening, Outcome, Prompt, Request
+from underdraw.training.samples import Samples, kept_features, prompts_of, raster_of
 from underdraw.training.teacher import Teacher
 from underdraw.training.unroll import BlockLoss, EagleLoss, distance
 from underdraw.tree import DraftTree, Level
@@ -102,3 +118,105 @@ def test_distance_is_least_for_the_target_itself() -> None:
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(own, entropy)
     assert (distance(logits.roll(1, -1), logits) > own).all()
+
+
+@pytest.fixture(scope="module")
+def samples(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve pictures that the small model drew, six shards of two."""
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "prompts.txt").write_text("a red fox\na blue fox\na fox\nred\nblue\nfox fox\n")
+    options = ["--model", str(small_model), "--prompts", str(folder / "prompts.txt"), "--count", "12", "--batch", "2"]
+    assert call("train", "samples", *options, "--out", folder / "samples").code == 0
+    return folder / "samples"
+
+
+def options_of(small_model: Path, samples: Path, out: Path, kind: str) -> list[str]:
+    return [
+        "train", "drafter", "--model", str(small_model), "--samples", str(samples), "--out", str(out), "--kind", kind,
+        "--batch", "4", "--accumulate", "2", "--depth", "3", "--layers", "1", "--ffn", "32", "--roots", "8",
+        "--held-out", "1", "--measured", "2", "--learning-rate", "0.01", "--report-every", "0.5", "--device", "cpu",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_training_a_drafter_learns_stops_and_goes_on(
+    kind: str, small_model: Path, samples: Path, tmp_path: Path
+) -> None:
+    """A drafter gets closer to its target, goes on where it stopped, has a card, and a pipeline loads it."""
+    out = tmp_path / "drafter"
+    options = options_of(small_model, samples, out, kind)
+    losses, steps = [], []
+    for pause in ("0.3", "1.5", "3"):
+        assert call(*options, "--seconds", "3", "--pause", pause).code == 0
+        card = (out / "README.md").read_text()
+        losses.append(float(re.search(r"loss ([\d.]+) nats", card)[1]))  # type: ignore[index]
+        steps.append(load_weights(out)[1]["progress"]["steps"])
+    assert losses[0] > losses[1] > losses[2]
+    assert 0 < steps[0] < steps[1] < steps[2]
+    assert f"A {kind} drafter" in card and "Tokens per target pass" in card and "| 3 |" in card
+    pipe = Pipeline.from_pretrained(small_model, drafter=str(out), tree="confidence:nodes=12,depth=3,top_k=4")
+    drawn = pipe("a red fox", seed=3, temperature=1.0, output_type="codes")
+    assert torch.equal(drawn.images, pipe.plain()("a red fox", seed=3, temperature=1.0, output_type="codes").images)
+    assert drawn.stats.tokens_per_pass > 1.5  # an untrained one gets 1.0
+
+
+def test_kept_features_are_what_the_target_would_give(small_model: Path, samples: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "samples"
+    shutil.copytree(samples, kept)
+    options = options_of(small_model, kept, tmp_path / "drafter", "block")
+    assert call(*options, "--seconds", "0.2", "--keep-features").code == 0
+    own, model = Samples.load(kept), load_model(open_checkpoint(small_model), placement("cpu", "auto"))
+    teacher = Teacher(model.target, model.layout(model.sizes[0]))
+    rows = kept_features(own, 1, torch.device("cpu"))
+    assert rows is not None
+    now = teacher.rows(prompts_of(model, own.texts[2:4]), own.tokens[2:4])
+    torch.testing.assert_close(rows.behind, now.behind)
+    torch.testing.assert_close(rows.before, now.before)
+
+
+def test_a_drafter_for_another_target_is_refused(small_model: Path, samples: Path, tmp_path: Path) -> None:
+    assert call(*options_of(small_model, samples, tmp_path / "drafter", "block"), "--seconds", "0.1").code == 0
+    of = toy.target()
+    with pytest.raises(CheckpointError, match="was trained for a target"):
+        load_drafter(tmp_path / "drafter", of)
+
+
+def test_pictures_become_samples(small_model: Path, tmp_path: Path) -> None:
+    """What `generate` wrote is encoded again; the codes are those that the image tokenizer gives."""
+    (tmp_path / "prompts.txt").write_text("a red fox\na fox\n")
+    drawn = ["generate", "--model", str(small_model), "--prompts", str(tmp_path / "prompts.txt"), "--tree", "none"]
+    assert call(*drawn, "-o", tmp_path / "pictures").code == 0
+    options = ["--model", str(small_model), "--images", str(tmp_path / "pictures"), "--out", str(tmp_path / "samples")]
+    assert call("train", "samples", *options).code == 0
+    own, model = Samples.load(tmp_path / "samples"), load_model(open_checkpoint(small_model), placement("cpu", "auto"))
+    assert own.texts == ("a red fox", "a fox")
+    layout = model.layout(model.sizes[0])
+    first = np.asarray(PIL.Image.open(sorted((tmp_path / "pictures").glob("*.png"))[0]), dtype=np.float32)
+    pixels = torch.from_numpy(first / 127.5 - 1).permute(2, 0, 1)[None]
+    assert torch.equal(layout.grid(own.tokens[:1]), model.images.encode(pixels))
+
+
+def test_rasters_are_the_inverse_of_grids() -> None:
+    codes = torch.randint(0, len(toy.ROW_ENDS.codes), (3, toy.ROW_ENDS.height, toy.ROW_ENDS.width))
+    assert torch.equal(toy.ROW_ENDS.grid(raster_of(toy.ROW_ENDS, codes)), codes)
+
+
+def test_two_processes_train_one_drafter(small_model: Path, samples: Path, tmp_path: Path) -> None:
+    """Through accelerate, on two CPU processes: both take the same steps, one writes."""
+    pytest.importorskip("accelerate")
+    options = options_of(small_model, samples, tmp_path / "drafter", "block")[2:]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    command = [*launch, "-m", "underdraw.training.drafter", *options, "--seconds", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert load_weights(tmp_path / "drafter")[1]["progress"]["steps"] > 1

@@ -21,6 +21,7 @@ from underdraw.errors import UnderdrawError, unknown
 COMMANDS = {
     "generate": "underdraw.cli.generate",
     "models": "underdraw.cli.models",
+    "train": "underdraw.cli.train",
     "env": "underdraw.cli.env",
 }
 MISTAKE, INTERRUPTED = 2, 130  # exit codes; 1 is left to bugs

@@ -1,4 +1,4 @@
-"""Builds the training pack from pinned packages: `python -m underdraw.training.build --out pack.bin`.
+"""Builds the training pack from pinned packages: `underdraw train data --out pack.bin`.
 
 Downloads about 900 MB once (730 MB of it for the animation stills, see --drop), then renders for a few minutes. Only
 MIT, Apache-2.0, CC0, CC-BY-4.0 and public-domain pictures. The same versions of Pillow and resvg give the same bytes.
@@ -6,19 +6,18 @@ MIT, Apache-2.0, CC0, CC-BY-4.0 and public-domain pictures. The same versions of
 
 from __future__ import annotations
 
-import argparse
 import io
 import logging
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from underdraw.errors import unknown
 from underdraw.training.collect import PORTRAIT_STYLES, groceries, landscapes, portraits
-from underdraw.training.command import run
+from underdraw.training.command import part_parser, run
 from underdraw.training.data import STYLES, Picture, write_pack
 from underdraw.training.emoji import EMOJI_STYLES, EmojiTable, emoji_pictures
 from underdraw.training.raw import RawPicture, render
@@ -85,12 +84,12 @@ def summary(rows: Iterable[Picture]) -> str:
     return "\n".join([*lines, f"{'in all':16s} {sum(counts.values()):6d}"])
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of the builder."""
     from underdraw.training.data import Pack
 
     defaults = BuildConfig()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = part_parser("data", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="the pack to write")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "underdraw" / "packages")
     parser.add_argument("--px", type=int, default=defaults.px)
@@ -98,7 +97,7 @@ def main() -> None:
     parser.add_argument("--portraits", type=int, default=defaults.portraits_per_style, help="per style")
     parser.add_argument("--groceries", type=int, default=defaults.groceries_per_class, help="per class")
     parser.add_argument("--drop", nargs="*", default=[], help=f"styles to leave out, of: {', '.join(STYLES)}")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = BuildConfig(
         px=options.px,

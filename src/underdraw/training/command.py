@@ -28,9 +28,17 @@ class Defaults(Protocol):
     def seed(self) -> int: ...
 
 
-def trainer_parser(description: str, defaults: Defaults, *, pack: str | None = None) -> argparse.ArgumentParser:
+def part_parser(part: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser for `underdraw train PART`; the first line of a module's docstring describes it."""
+    first = (description or "").split("\n")[0].split(":")[0]
+    return argparse.ArgumentParser(prog=f"underdraw train {part}", description=f"{first}.")
+
+
+def trainer_parser(
+    part: str, description: str | None, defaults: Defaults, *, pack: str | None = None
+) -> argparse.ArgumentParser:
     """A parser with the options of every trainer; the pack is required unless `pack` says what else it is for."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = part_parser(part, description)
     parser.add_argument("--pack", type=Path, required=pack is None, help=pack or "training pack")
     parser.add_argument("--out", type=Path, required=True, help="folder; continued if it holds weights")
     parser.add_argument("--seconds", type=float, default=defaults.seconds)
@@ -39,7 +47,6 @@ def trainer_parser(description: str, defaults: Defaults, *, pack: str | None = N
     parser.add_argument("--report-every", type=float, default=defaults.report_every, help="seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--smoke", action="store_true", help="a small model on a small part of the pack")
     return parser
 
 

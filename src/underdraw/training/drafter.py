@@ -1,4 +1,4 @@
-"""Trains a drafter for any target: `python -m underdraw.training.drafter --model M --samples S --out D`.
+"""Trains a drafter for any target: `underdraw train drafter --model M --samples S --out D`.
 
 The target's features and guided distributions are what it learns, several tokens ahead (`unroll`). Samples come from
 the target itself or from encoded pictures (`samples`); the tiny family can also compose pictures on the fly. The
@@ -366,11 +366,11 @@ def _machine(device: torch.device) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     defaults = DrafterTraining()
-    parser = trainer_parser(__doc__.split("\n")[0], defaults, pack="pictures to compose lessons from (tiny family)")
+    parser = trainer_parser("drafter", __doc__, defaults, pack="pictures to compose lessons from (tiny family)")
     parser.add_argument(
         "--model", default="tiny", help="the target: tiny, a folder, a file, or an owner/name of the hub"
     )
-    parser.add_argument("--samples", type=Path, required=True, help="folder that underdraw.training.samples wrote")
+    parser.add_argument("--samples", type=Path, required=True, help="folder that `underdraw train samples` wrote")
     parser.add_argument("--kind", choices=("eagle", "block"), default=defaults.kind)
     parser.add_argument("--dtype", default="auto", help="of the target: auto, float32, bfloat16, float16")
     parser.add_argument("--held-out", type=int, default=64, help="texts of the samples that are kept for measuring")

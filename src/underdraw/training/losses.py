@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -119,12 +120,12 @@ def _unit(features: Tensor) -> Tensor:
     return features * torch.rsqrt(features.square().sum(1, keepdim=True) + 1e-8)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of the converter."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "underdraw" / "packages")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     path = convert_lpips(options.out, options.cache)
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
 

@@ -1,4 +1,4 @@
-"""Trains the tiny family's text-to-image decoder: `python -m underdraw.training.model --pack P --tokenizer T --out D`.
+"""Trains the tiny family's text-to-image decoder: `underdraw train model --pack P --tokenizer T --out D`.
 
 Pictures are composed and encoded on the fly; captions stand before the codes as a prefix of fixed length and are
 dropped now and then, so that guidance has an unconditional model to push away from. Matrices inside the blocks are
@@ -304,20 +304,21 @@ def _short(values: dict[str, float]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     defaults = ModelTraining()
-    parser = trainer_parser(__doc__.split("\n")[0], defaults)
+    parser = trainer_parser("model", __doc__, defaults)
     parser.add_argument(
-        "--tokenizer", type=Path, required=True, help="image tokenizer that underdraw.training.tokenizer wrote"
+        "--tokenizer", type=Path, required=True, help="image tokenizer that `underdraw train tokenizer` wrote"
     )
     parser.add_argument("--prompts", type=Path, help="text file, one prompt a line, for the contact sheets")
     parser.add_argument("--save-every", type=float, default=defaults.save_every, help="seconds")
     parser.add_argument("--decay", type=float, default=defaults.decay, help="last share, in which the rate falls")
     parser.add_argument("--pause", type=float, default=defaults.pause, help="stop at so many seconds, to go on later")
+    parser.add_argument("--smoke", action="store_true", help="a small model on a small part of the pack")
     return parser
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of the model's training."""
-    options = _parser().parse_args()
+    options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")

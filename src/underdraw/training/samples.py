@@ -6,7 +6,6 @@ and goes on at the first missing shard. Features may be kept beside them, for ta
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from underdraw.pipeline import family_of, placement
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Prompt
 from underdraw.sampling import Sampler
-from underdraw.training.command import run
+from underdraw.training.command import part_parser, run
 from underdraw.training.teacher import Rows, Teacher
 from underdraw.verifiers.exact import Exact
 
@@ -221,7 +220,7 @@ def captions(model: Model, pack: Path, count: int, seed: int = 0) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: draw or encode samples."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = part_parser("samples", __doc__)
     parser.add_argument(
         "--model", default="tiny", help="the target: tiny, a folder, a file, or an owner/name of the hub"
     )

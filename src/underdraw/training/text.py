@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -80,14 +80,14 @@ def caption_texts(pack: Pack) -> list[str]:
     return phrases + frame * 20
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of the vocabulary."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pack", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--size", type=int, default=2048)
     parser.add_argument("--max-length", type=int, default=32)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     tokenizer = learn(caption_texts(Pack(options.pack)), options.size, max_length=options.max_length)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(options.out)

@@ -1,4 +1,4 @@
-"""Trains the tiny family's image tokenizer: `python -m underdraw.training.tokenizer --pack P --lpips L --out DIR`.
+"""Trains the tiny family's image tokenizer: `underdraw train tokenizer --pack P --lpips L --out DIR`.
 
 L1 + L2 + LPIPS on composed pictures, AdamW with a cosine over a budget of seconds, an exponential moving average of the
 weights, which is what is written. The output folder is also the checkpoint: run the same command again after an
@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -234,7 +235,7 @@ def train(trainer: Trainer, evaluator: Evaluator, out: Path, progress: Progress)
 
 def _parser() -> argparse.ArgumentParser:
     defaults = TokenizerTraining()
-    parser = trainer_parser(__doc__.split("\n")[0], defaults)
+    parser = trainer_parser("tokenizer", __doc__, defaults)
     parser.add_argument(
         "--lpips", type=Path, help="LPIPS weights of underdraw.training.losses; without them pictures come out soft"
     )
@@ -242,12 +243,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compile", choices=("auto", "on", "off"), default=defaults.compile)
     parser.add_argument("--encoder-norm", choices=("cell", "group"), default="cell")
     parser.add_argument("--evaluate-every", type=float, default=defaults.evaluate_every, help="seconds; also saves")
+    parser.add_argument("--smoke", action="store_true", help="a small model on a small part of the pack")
     return parser
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of the tokenizer's training."""
-    options = _parser().parse_args()
+    options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True

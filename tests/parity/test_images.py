@@ -9,6 +9,7 @@ import pytest
 import reference
 import torch
 from along import CPU
+from vqgans import vqgan_shapes
 
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.models.images import CHAMELEON, LLAMAGEN, Naming, load_vqgan
@@ -90,7 +91,7 @@ def test_published_shapes(naming: Naming, arch: VQArch, count: int, parameters: 
     assert len(state) == count
     assert sum(value.numel() for value in state.values()) == pytest.approx(parameters, rel=0.03)
     kind = "chameleon" if naming is CHAMELEON else "llamagen"
-    shapes = dict(published.vqgan_shapes(kind, arch.widths, arch.codes, arch.code_dim, 256))
+    shapes = dict(vqgan_shapes(kind, arch.widths, arch.codes, arch.code_dim, 256))
     levels = 0 if kind == "chameleon" else len(arch.widths)
     own = {naming.published(name, levels): tuple(value.shape) for name, value in state.items()}
     assert own == {name: shape for name, shape in shapes.items() if "codebook_used" not in name}
@@ -98,7 +99,7 @@ def test_published_shapes(naming: Naming, arch: VQArch, count: int, parameters: 
 
 def test_published_names_of_shortcuts() -> None:
     """Where the published tokenizers change their width."""
-    names = [name for name, _ in published.vqgan_shapes("llamagen", (128, 128, 256, 256, 512), 16, 8, 256)]
+    names = [name for name, _ in vqgan_shapes("llamagen", (128, 128, 256, 256, 512), 16, 8, 256)]
     found = [name.removesuffix(".nin_shortcut.weight") for name in names if name.endswith("nin_shortcut.weight")]
     assert sorted(found) == [
         "decoder.conv_blocks.1.res.0", "decoder.conv_blocks.3.res.0",

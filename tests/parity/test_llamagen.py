@@ -113,6 +113,8 @@ def test_unknown_classes(c2i: Case, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         c2i.model.prompt(text, None, c2i.model.sizes[0])
     assert message in str(caught.value)
+    with pytest.raises(ConfigError):
+        c2i.model.check(text)
 
 
 def test_sizes_from_name_table_or_neither(tmp_path: Path) -> None:

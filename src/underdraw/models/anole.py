@@ -46,19 +46,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
     def prompt(text: str, negative: str | None, _: Size) -> Prompt:
         return Prompt(row(text), (START, IMAGE_START) if negative is None else row(negative))
 
-    return Model(
-        family=FAMILY.name,
-        name=checkpoint.name,
-        target=target,
-        images=images,
-        settings=known.settings,
-        sizes=known.sizes,
-        layout=known.layout,
-        prompt=prompt,
-        drafters=checkpoint.drafters(),
-        source=checkpoint.path,
-        hub=checkpoint.hub,
-    )
+    return known.model(FAMILY.name, checkpoint, target, images, prompt)
 
 
 FAMILY = Family(

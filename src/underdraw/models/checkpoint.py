@@ -13,6 +13,7 @@ import pickle
 import zipfile
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,16 @@ def read_tensors(path: Path, wanted: Container[str] | None = None) -> Iterator[t
 
 def tensor_shapes(path: Path) -> dict[str, torch.Size]:
     """Names and shapes of the tensors of one file."""
+    try:
+        known = path.stat()
+    except OSError as error:
+        raise _damaged(path, error) from error
+    return dict(_shapes_of(path, known.st_mtime_ns, known.st_size))
+
+
+@lru_cache(maxsize=256)
+def _shapes_of(path: Path, _: int, __: int) -> dict[str, torch.Size]:
+    """Read once for every state of a file: old pickles have to be read whole for it."""
     if path.suffix != ".safetensors":
         return {name: tensor.shape for name, tensor in read_tensors(path)}
     try:

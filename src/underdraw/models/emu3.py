@@ -159,6 +159,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
     own = {name: slot for name, slot in module_slots(images, version.images).items() if slot.into.ndim}
     fill(checkpoint, {**slots, **own}, [ROTARY, r".*\.num_batches_tracked$"])
     ids = tokens(checkpoint.config, arch.codes)
+    positions = int({**DEFAULTS, **(checkpoint.config.get("text_config") or {})}["max_position_embeddings"])
 
     def row(text: str, size: Size) -> tuple[int, ...]:
         grid = f"{size.height // arch.downsample}*{size.width // arch.downsample}"
@@ -167,20 +168,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
     def prompt(text: str, negative: str | None, size: Size) -> Prompt:
         return Prompt(row(text, size), row(NEGATIVE if negative is None else negative, size))
 
-    return Model(
-        family=FAMILY.name,
-        name=checkpoint.name,
-        target=DecoderTarget(net, positions=int(checkpoint.config.get("text_config", {}).get(
-            "max_position_embeddings", DEFAULTS["max_position_embeddings"]))),
-        images=images,
-        settings=known.settings,
-        sizes=known.sizes,
-        layout=known.layout,
-        prompt=prompt,
-        drafters=checkpoint.drafters(),
-        source=checkpoint.path,
-        hub=checkpoint.hub,
-    )  # fmt: skip
+    return known.model(FAMILY.name, checkpoint, DecoderTarget(net, positions=positions), images, prompt)
 
 
 FAMILY = Family(

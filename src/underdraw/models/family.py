@@ -76,6 +76,24 @@ class Description:
     sizes: tuple[Size, ...]  # the first one is the default
     layout: Callable[[Size], Layout]
 
+    def model(
+        self, family: str, checkpoint: Checkpoint, target: DecoderTarget, images: ImageTokenizer, prompt: MakePrompt
+    ) -> Model:
+        """The checkpoint as a model, once its parts are loaded."""
+        return Model(
+            family=family,
+            name=checkpoint.name,
+            target=target,
+            images=images,
+            settings=self.settings,
+            sizes=self.sizes,
+            layout=self.layout,
+            prompt=prompt,
+            drafters=checkpoint.drafters(),
+            source=checkpoint.path,
+            hub=checkpoint.hub,
+        )
+
 
 MakePrompt = Callable[[str, str | None, Size], Prompt]
 """A family's way from words to the rows before the image: text, negative text for the unconditional row, size."""

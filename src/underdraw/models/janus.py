@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from underdraw.errors import CheckpointError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import Description, Family, Model, Placement, Published, Settings, Size
+from underdraw.models.family import Description, Family, MakePrompt, Model, Placement, Published, Settings, Size
 from underdraw.models.hf import ROTARY, decoder_arch, special, text_encoder
 from underdraw.models.images import JANUS, vqgan_slots
 from underdraw.models.weights import HF_DECODER, Rule, Slot, decoder_slots, fill, materialise
@@ -75,10 +75,10 @@ def describe(checkpoint: Checkpoint) -> Description:
 class Aligner(nn.Module):
     """The network that embeds codes."""
 
-    def __init__(self, widths: list[tuple[int, int]], codes: int) -> None:
+    def __init__(self, codes: int, code_dim: int, dim: int, layers: int) -> None:
         super().__init__()
-        self.codes = nn.Embedding(codes, widths[0][1])
-        self.layers = nn.ModuleList(nn.Linear(inputs, out) for out, inputs in widths)
+        self.codes = nn.Embedding(codes, code_dim)
+        self.layers = nn.ModuleList(nn.Linear(code_dim if index == 0 else dim, dim) for index in range(layers))
 
     def slots(self) -> dict[str, Slot]:
         """Where the checkpoint's tensors go."""
@@ -99,29 +99,18 @@ class Aligner(nn.Module):
 def load(checkpoint: Checkpoint, placement: Placement) -> Model:
     known, shapes = describe(checkpoint), checkpoint.shapes()
     net = materialise(lambda: Transformer(known.arch), placement)
-    assert known.arch.outputs is not None
-    text = known.arch.outputs.start
-    widths = [tuple(shape) for name, shape in sorted(shapes.items()) if name.startswith(_ALIGNER) and len(shape) == 2]
+    codes, code_dim = shapes[_EMBEDDING]
+    text = known.arch.vocab - codes
+    layers = sum(name.startswith(_ALIGNER) and name.endswith(".weight") for name in shapes)
     aligner = materialise(
-        lambda: Aligner(widths, len(known.arch.outputs or ())),  # type: ignore[arg-type]
-        Placement(placement.device, torch.float32),
+        lambda: Aligner(codes, code_dim, known.arch.dim, layers), Placement(placement.device, torch.float32)
     )
     images, own = vqgan_slots(shapes, JANUS, placement, "model.vqmodel.")
     slots = decoder_slots(net, DECODER, "model.language_model.", {"text": slice(0, text)})
     fill(checkpoint, {**slots, **decoder_slots(net, HEAD, _HEAD), **aligner.slots(), **own}, IGNORED)
     net.embedding.weight.data[text:] = aligner.rows()
-    return Model(
-        family=FAMILY.name,
-        name=checkpoint.name,
-        target=DecoderTarget(net, positions=_positions(checkpoint)),
-        images=images,
-        settings=known.settings,
-        sizes=known.sizes,
-        layout=known.layout,
-        prompt=_prompt(checkpoint),
-        drafters=checkpoint.drafters(),
-        source=checkpoint.path,
-        hub=checkpoint.hub,
+    return known.model(
+        FAMILY.name, checkpoint, DecoderTarget(net, positions=_positions(checkpoint)), images, _prompt(checkpoint)
     )
 
 
@@ -129,7 +118,7 @@ def _positions(checkpoint: Checkpoint) -> int:
     return int({**DEFAULTS, **(checkpoint.config.get("text_config") or {})}["max_position_embeddings"])
 
 
-def _prompt(checkpoint: Checkpoint) -> Any:
+def _prompt(checkpoint: Checkpoint) -> MakePrompt:
     """One turn of talk, then the image's start; the unconditional row has padding in the place of the words."""
     tokenizer = checkpoint.file("tokenizer.json")
     encode, own = text_encoder(tokenizer), checkpoint.settings("generation_config.json")

@@ -37,3 +37,8 @@ def class_of(text: str, count: int) -> int:
             f"no ImageNet class is called {text!r}.{hint} This model draws classes: give a name or 0 to {count - 1}."
         )
     return found[0]
+
+
+def check_class(text: str, count: int) -> None:
+    """Refuse words that name no class."""
+    class_of(text, count)

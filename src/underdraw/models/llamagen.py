@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from underdraw.models.checkpoint import Checkpoint, tensor_shapes
 from underdraw.models.family import Description, Family, Head, MakePrompt, Model, Placement, Published, Settings, Size
 from underdraw.models.hf import decoder_arch, square
 from underdraw.models.images import LLAMAGEN, load_vqgan
-from underdraw.models.labels import class_of
+from underdraw.models.labels import check_class, class_of
 from underdraw.models.weights import HF_DECODER, Rule, Slot, decoder_slots, fill, materialise, refuse_drafter
 from underdraw.nn.linear import Linear
 from underdraw.nn.rope import Rope
@@ -176,19 +176,9 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
         slots[own.prefix + _UNCONDITIONAL] = Slot(unconditional)
         make = _text_prompt(checkpoint, placement, unconditional)
     fill(own.checkpoint, slots, _STALE)
-    return Model(
-        family=FAMILY.name,
-        name=checkpoint.name,
-        target=DecoderTarget(net, projection),
-        images=_images(checkpoint, "c2i" if own.classes else "t2i", placement),
-        settings=known.settings,
-        sizes=known.sizes,
-        layout=known.layout,
-        prompt=make,
-        drafters=checkpoint.drafters(),
-        source=checkpoint.path,
-        hub=checkpoint.hub,
-    )
+    images = _images(checkpoint, "c2i" if own.classes else "t2i", placement)
+    model = known.model(FAMILY.name, checkpoint, DecoderTarget(net, projection), images, make)
+    return replace(model, check=partial(check_class, count=own.classes)) if own.classes else model
 
 
 def _captions(own: Weights, placement: Placement) -> tuple[nn.Module, Tensor]:

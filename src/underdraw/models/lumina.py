@@ -93,19 +93,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
         # Without words the unconditional row starts at the image itself, which the layout's prologue opens.
         return Prompt(row(text, size), () if negative is None else row(negative, size))
 
-    return Model(
-        family=FAMILY.name,
-        name=checkpoint.name,
-        target=target,
-        images=images,
-        settings=known.settings,
-        sizes=known.sizes,
-        layout=known.layout,
-        prompt=prompt,
-        drafters=checkpoint.drafters(),
-        source=checkpoint.path,
-        hub=checkpoint.hub,
-    )
+    return known.model(FAMILY.name, checkpoint, target, images, prompt)
 
 
 FAMILY = Family(

@@ -25,7 +25,7 @@ class Devices:
                 from accelerate import Accelerator
             except ImportError:
                 raise UnsupportedError(
-                    "training in several processes needs accelerate; pip install "underdraw[train]"."
+                    "training in several processes needs accelerate; pip install 'underdraw[train]'."
                 ) from None
             self._accelerator = Accelerator()
 

@@ -7,20 +7,27 @@ concern decoding alone, with the tests of the core.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import published
 import pytest
 import reference
 import torch
 from along import Case
 
-from underdraw.models import anole, chameleon, lumina
+from underdraw.history import History
+from underdraw.layout import Layout
+from underdraw.models import chameleon, lumina
+from underdraw.models.anole import describe
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import Size
 from underdraw.nn.rope import Rope
-from underdraw.nn.transformer import Arch, Transformer
+from underdraw.nn.session import guided
+from underdraw.nn.transformer import Arch, Transformer, causal
 from underdraw.plan import TreePlan
 from underdraw.policies.fixed import Static
-from underdraw.tree import DraftTree
+from underdraw.sampling import Sampler
+from underdraw.tree import Level, grow
 
 
 def test_ids(lumina: Case) -> None:
@@ -72,16 +79,12 @@ def test_lumina_sizes() -> None:
     ],
 )
 def test_lumina_target_size(name: str, side: int) -> None:
-    from pathlib import Path
-
     assert lumina.target_size(Checkpoint(Path(), name)) == side
 
 
 @pytest.mark.parametrize("side", [16, 24, 32])
 def test_llamagen_rotations(side: int) -> None:
     """Oracle 3: 120 zero rows, the first cell unturned, and row 1 turning the first 16 angles alone."""
-    from underdraw.layout import Layout
-
     rope = Rope((0, 16, 16), pairing="interleaved", prefix="zero")
     assert not rope.prompt(120, torch.device("cpu")).any()
     layout = Layout(side, side, range(16384))
@@ -106,8 +109,6 @@ def test_query_norms_of_equal_rows_are_one_row() -> None:
     assert each.state_dict()["blocks.0.q_norm.weight"].shape == (4, 16)
     x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
     rotation = arch.rope.prompt(5, x.device)[None]
-    from underdraw.nn.transformer import causal
-
     with torch.no_grad():
         assert torch.equal(shared(x, rotation, causal), each(x, rotation, causal))
 
@@ -125,9 +126,6 @@ def test_query_norms_of_equal_rows_are_one_row() -> None:
 )
 def test_static_trees(shape: str, nodes: int, leaves: int) -> None:
     """Oracle 8: drafted nodes and leaves; the first path takes the first child at every level."""
-    from underdraw.history import History
-    from underdraw.layout import Layout
-
     layout = Layout(8, 8, range(64))
     if shape == "chain":
         plan = TreePlan.of([-1, 0, 1, 2, 3, 4])
@@ -139,26 +137,33 @@ def test_static_trees(shape: str, nodes: int, leaves: int) -> None:
 
 
 def test_the_dynamic_tree_of_the_published_settings() -> None:
-    """Oracle 9: depth 5, 59 nodes with the root, parents first, scores that add up along paths."""
-    from underdraw.layout import Layout
-    from underdraw.sampling import Sampler
-    from underdraw.tree import Level, grow
-
+    """Oracle 9: 59 nodes with the root, depth at most 5, parents first; those with the best sums of log q."""
     layout = Layout(8, 8, range(64))
     generator = torch.Generator().manual_seed(0)
-    seen: list[tuple[Level, torch.Tensor]] = []
+    paths: list[list[tuple[int, ...]]] = []  # of the expanded nodes, level by level
+    scores: dict[tuple[int, ...], float] = {(): 0.0}  # of every child of an expanded node
 
     def expand(level: Level) -> torch.Tensor:
-        logits = torch.randn(1, level.tokens.shape[1], 64, generator=generator)
-        seen.append((level, logits))
+        tokens, parents = level.tokens[0].tolist(), level.parents[0].tolist()
+        here = [(*paths[-1][p], t) for p, t in zip(parents, tokens, strict=True)] if paths else [()]
+        paths.append(here)
+        logits = 2 * torch.randn(1, len(here), 64, generator=generator)
+        for path, law in zip(here, logits[0].log_softmax(-1), strict=True):
+            best = law.topk(10)
+            for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                scores[(*path, token)] = scores[path] + value
         return logits
 
     draws = Sampler(layout, [0], temperature=1.0).draws(torch.tensor([0]), 6)
-    tree: DraftTree = grow(expand, torch.tensor([0]), TreePlan(5, 10, 10, 59), draws, proposal="topk")
-    depths, parents = tree.depths[0].tolist(), tree.parents[0].tolist()
-    assert len(depths) == 59 and sum(depth >= 0 for depth in depths) == 59
-    assert max(depths) <= 5 and all(parent < node for node, parent in enumerate(parents))
-    assert all(depths[node] == depths[parent] + 1 for node, parent in enumerate(parents) if node)
+    tree = grow(expand, torch.tensor([0]), TreePlan(5, 10, 10, 59), draws, proposal="topk")
+    depths, parents, tokens = (part[0].tolist() for part in (tree.depths, tree.parents, tree.tokens))
+    assert len(depths) == 59 and min(depths) == 0 and max(depths) <= 5
+    assert all(parent < node for node, parent in enumerate(parents))
+    kept: list[tuple[int, ...]] = [()]
+    for node in range(1, 59):
+        assert depths[node] == depths[parents[node]] + 1
+        kept.append((*kept[parents[node]], tokens[node]))
+    assert set(kept) == {(), *sorted(scores.keys() - {()}, key=scores.__getitem__)[-58:]}
 
 
 def test_image_head_equals_the_full_head_cut(anole: Case) -> None:
@@ -168,8 +173,6 @@ def test_image_head_equals_the_full_head_cut(anole: Case) -> None:
 
 def test_guidance_formula() -> None:
     """Oracle 12: u + s (c - u)."""
-    from underdraw.nn.session import guided
-
     c, u = torch.randn(2, 1, 3, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(guided(torch.cat([c, u]), 3.0), u + 3 * (c - u))
 
@@ -192,14 +195,9 @@ def test_published_defaults(anole: Case, lumina: Case, t2i: Case, c2i: Case, jan
 def test_anole_is_32_by_32(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The published configuration: 1024 tokens without row ends."""
     config = {"model_type": "chameleon", "vq_config": {"resolution": 512}}
-    import published
-
     folder = tmp_path_factory.mktemp("anole")
     published.write_shards(folder, {"x": torch.zeros(1)}, 1)
-    known = anole_description(Checkpoint(folder, "anole", config))
+    known = describe(Checkpoint(folder, "anole", config))
     layout = known.layout(known.sizes[0])
     assert (layout.height, layout.width, layout.steps, layout.row_end) == (32, 32, 1024, None)
     assert known.arch.dim == 4096 and known.arch.layers == 32 and known.arch.vocab == 65536
-
-
-anole_description = anole.describe

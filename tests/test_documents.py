@@ -87,8 +87,8 @@ def test_documented_commands_draw(command: str, small_model: Path, place: Path) 
 
 
 def test_every_command_of_ours_has_a_test() -> None:
-    """`generate` and `env` above; `models` beside its guide."""
-    assert {c.split()[1] for c in commands() if c.startswith("underdraw ")} <= {"generate", "env", "models"}
+    """`generate` and `env` above, `train` below, `models` beside its guide."""
+    assert {c.split()[1] for c in commands() if c.startswith("underdraw ")} <= {"generate", "env", "train", "models"}
 
 
 def test_the_readmes_first_command(tmp_path: Path) -> None:

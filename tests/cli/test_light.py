@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from commands import call
@@ -29,14 +29,13 @@ def test_help_needs_no_torch(words: list[str]) -> None:
 
 
 def test_help_answers_in_half_a_second() -> None:
-    """The processor's time, which is the clock's on a machine that has nothing else to do."""
-    seconds = []
-    for _ in range(3):
-        before = os.times()
+    """Once in a few tries will do: the machine may be busy with something else."""
+    seconds: list[float] = []
+    while len(seconds) < 12 and min(seconds, default=1.0) >= 0.5:
+        began = time.perf_counter()
         subprocess.run([sys.executable, "-m", "underdraw", "generate", "--help"], check=True, capture_output=True)
-        after = os.times()
-        seconds.append(after.children_user - before.children_user + after.children_system - before.children_system)
-    assert 0 < min(seconds) < 0.5
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.5
 
 
 def test_mistakes_are_told_before_torch_is_loaded() -> None:
@@ -49,7 +48,10 @@ def test_mistakes_are_told_before_torch_is_loaded() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_complete(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every option says what it does, and there are examples that name only options that exist."""
+    """Every option says what it does, and there are examples that name only options that exist.
+
+    An example of a command inside a group has that command's options, which its own tests know.
+    """
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
     text = call(name, "--help").out
@@ -61,4 +63,6 @@ def test_help_is_complete(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if found:
             known[found[1]] = found[2]
     assert known and all(len(words) > 8 for words in known.values()), known
-    assert set(re.findall(r"--[a-z-]+", examples)) <= set(known)
+    inner = re.findall(r"^│ ([a-z]+) {2,}", options, re.M)
+    own = re.sub(rf"underdraw {name} (?:{'|'.join(inner)})\b.*", "", examples) if inner else examples
+    assert set(re.findall(r"--[a-z-]+", own)) <= set(known)

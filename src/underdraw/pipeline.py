@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.engine.costs import measure, remember, remembered
 from underdraw.engine.decode import Laws, check_guidance, decode
-from underdraw.errors import CapacityError, ConfigError, UnsupportedError
+from underdraw.errors import CapacityError, ConfigError, UnsupportedError, unknown
 from underdraw.history import History, Step
 from underdraw.job import Generator, Job, Seed, seeds_of, texts_of
 from underdraw.loading import SETTINGS, load_model, saved_choice
@@ -39,10 +39,11 @@ from underdraw.nn.linear import input_major
 from underdraw.policies.cost import Cost
 from underdraw.policies.fixed import Chain
 from underdraw.prompts import check_text
-from underdraw.protocols import Drafter, Prompt, TreePolicy, Verifier
+from underdraw.protocols import Drafter, TreePolicy, Verifier
 from underdraw.registry import drafters, parse, policies, verifiers
 from underdraw.results import PipelineOutput, Stats
 from underdraw.sampling import Sampler
+from underdraw.tree import Proposal
 from underdraw.verifiers.lantern import Lantern
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Pipeline:
 
     def __init__(
         self, model: Model, *, drafter: str | Drafter = "auto", tree: str | TreePolicy = "auto",
-        verifier: str | Verifier = "exact",
+        verifier: str | Verifier = "exact", proposal: str = "auto",
     ) -> None:  # fmt: skip
         self.model = model
         self.drafter_name = ""
@@ -66,14 +67,15 @@ class Pipeline:
         self.drafter: Drafter = self._make_drafter(drafter)
         self.tree = tree
         self.verifier = verifier
+        self.proposal = proposal
         self._interrupted = False
 
     @classmethod
     def from_pretrained(
         cls, model: str | Path = "tiny", *, drafter: str | Drafter = "auto", tree: str | TreePolicy = "auto",
-        verifier: str | Verifier = "auto", dtype: str | torch.dtype = "auto", device: str | torch.device = "auto",
-        revision: str | None = None, token: str | None = None, cache_dir: str | None = None,
-        local_files_only: bool = False,
+        verifier: str | Verifier = "auto", proposal: str = "auto", dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto", revision: str | None = None, token: str | None = None,
+        cache_dir: str | None = None, local_files_only: bool = False,
     ) -> Pipeline:  # fmt: skip
         """Load a checkpoint: "tiny", a folder or file, or an `owner/name` of the Hugging Face hub.
 
@@ -90,6 +92,7 @@ class Pipeline:
             drafter=own["drafter"] if drafter == "auto" else drafter,
             tree=own["tree"] if tree == "auto" else tree,
             verifier=own["verifier"] if verifier == "auto" else verifier,
+            proposal=proposal,
         )
 
     @property
@@ -113,6 +116,17 @@ class Pipeline:
             near = nearest_codes(self.model.images.codebook, made.k, self._drafter_folder)
             made = dataclasses.replace(made, neighbours=near)
         self._verifier = made
+
+    @property
+    def proposal(self) -> str:
+        """What is drafted: coupled, topk or sampled; auto is what the verifier likes best."""
+        return self._proposal
+
+    @proposal.setter
+    def proposal(self, name: str) -> None:
+        if name not in ("auto", *get_args(Proposal)):
+            raise unknown("proposal", name, ("auto", *get_args(Proposal)))
+        self._proposal = name
 
     @property
     def device(self) -> torch.device:
@@ -225,7 +239,7 @@ class Pipeline:
         if negative_prompt is not None:
             check_text(negative_prompt)
         check_guidance(job.guidance)
-        self._sampler(job)  # for its checks, before anything is drawn
+        self.sampler(job)  # for its checks, before anything is drawn
         return job
 
     def settings(self, job: Job) -> dict[str, Any]:
@@ -234,10 +248,12 @@ class Pipeline:
             "guidance": job.guidance, "temperature": job.temperature, "top_k": job.top_k, "top_p": job.top_p,
             "height": job.size.height, "width": job.size.width, "negative_prompt": job.negative,
             "tree": self.tree_name, "verifier": self.verifier_name, "drafter": self.drafter_name,
+            "proposal": self.proposal,
             "dtype": str(self.dtype).removeprefix("torch."),
         }  # fmt: skip
 
-    def _sampler(self, job: Job) -> Sampler:
+    def sampler(self, job: Job) -> Sampler:
+        """Noise, temperature and filters of a job."""
         return Sampler(
             self.model.layout(job.size), job.seeds, temperature=job.temperature, top_k=job.top_k, top_p=job.top_p,
             device=self.device,
@@ -245,16 +261,21 @@ class Pipeline:
 
     def steps(self, job: Job, histories: list[History], laws: Laws = "skip") -> Iterator[Step]:
         """The decoding loop of a job, one Step after the other; tokens land in `histories`."""
+        return self.decode(job, histories, Forced() if self.tree_name == "none" else self.drafter, laws)
+
+    def decode(self, job: Job, histories: list[History], drafter: Drafter, laws: Laws = "skip") -> Iterator[Step]:
+        """`steps` with another drafter in the place of the pipeline's own, for example one that keeps time."""
         prompts = [self.model.prompt(text, job.negative, job.size) for text in job.prompts]
-        plain = self.tree_name == "none"
-        tree = self._automatic(job, prompts[0]) if self.tree_name == "auto" else self.tree
+        proposal = None if self.proposal == "auto" else cast(Proposal, self.proposal)
         return decode(
-            self.model.target, Forced() if plain else self.drafter, tree, self.verifier, prompts,
-            self._sampler(job), guidance=job.guidance, histories=histories, laws=laws,
+            self.model.target, drafter, self.policy(job), self.verifier, prompts, self.sampler(job),
+            guidance=job.guidance, proposal=proposal, histories=histories, laws=laws,
         )  # fmt: skip
 
-    def _automatic(self, job: Job, prompt: Prompt) -> TreePolicy:
-        """The tree that follows what passes cost on this machine; it is measured once for a model and a batch size."""
+    def policy(self, job: Job) -> TreePolicy:
+        """The policy of a call. "auto" follows what passes cost here, measured once for a model and a batch size."""
+        if self.tree_name != "auto":
+            return self.tree
         if not isinstance(self.drafter, Eagle | Block):
             return Chain(8)  # guesses that are all there at once want no tree
         if self.device.type != "cpu":
@@ -264,6 +285,7 @@ class Pipeline:
         key = (self.model.family, arch.dim, arch.layers, self.drafter_name, self.dtype, f"batch {batch}")
         costs = remembered(key)
         if costs is None:
+            prompt = self.model.prompt(job.prompts[0], job.negative, job.size)
             sampler = Sampler(self.model.layout(job.size), range(batch), temperature=job.temperature)
             costs = measure(self.model.target, self.drafter, Forced(), [prompt] * batch, sampler, job.guidance)
             remember(key, costs)

@@ -199,9 +199,10 @@ class Draws:
         forced = layout.forced(self.steps[:, depth - 1, None]).expand(logits.shape[:2])
         return self.sampler.forced(self.sampler.filtered(logits), forced)
 
-    def gumbel(self, stream: Stream) -> Tensor:
-        """Noise of another stream for the same steps: (B, reach, columns)."""
-        return gumbel(self.sampler.seeds, self.steps, self.sampler.layout.columns, stream)
+    def gumbel(self, stream: Stream, again: int = 0) -> Tensor:
+        """Noise of another stream for the same steps: (B, reach, columns); `again` counts draws for one step."""
+        layout = self.sampler.layout
+        return gumbel(self.sampler.seeds, self.steps + again * layout.steps, layout.columns, stream)
 
     def uniform(self, count: int) -> Tensor:
         """Numbers in (0, 1) for accept tests, `count` a step: (B, reach, count) float64."""

@@ -66,7 +66,7 @@ def test_parse_refuses(text: str) -> None:
 def test_build_round_trip(data: Any) -> None:
     """Any set of options, written down, builds the same part as the constructor."""
     values = {
-        "init": st.sampled_from(["horizontal", "vertical", "random", "both"]),
+        "init": st.sampled_from(["horizontal", "vertical", "random", "both", "previous"]),
         "beta": st.floats(0, 1),
         "l_d": st.integers(0, 5),
         "l_k": st.integers(0, 5),

@@ -1,13 +1,17 @@
-"""Speculative Jacobi decoding with shared noise: no training, no weights, any model.
+"""Speculative Jacobi decoding: no training, no weights, any model.
 
 The target's choices at the nodes behind the accepted path were made in a context that was partly wrong, but with the
 right noise: they are good guesses for the same steps in the next pass. New steps start from an initial guess.
+
+Under the `sampled` proposal it is SJD as published: guesses are drawn anew in every pass from the target's law at the
+node before, by noise of their own, and that law is kept as q for the test u < p / q. An initial guess was picked, not
+drawn; its q is 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,7 +21,7 @@ from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 from underdraw.plan import MAX_NODES
 from underdraw.protocols import Opening, Outcome, Prompt, Request
-from underdraw.tree import DraftTree, chain
+from underdraw.tree import DraftTree, Proposal, chain
 
 Init = Literal["left", "above", "random"]
 
@@ -45,9 +49,12 @@ class JacobiSession:
         self.drafter, self.layout = drafter, layout
         self.guess = torch.full((batch, layout.steps + MAX_NODES), -1, dtype=torch.int64, device=device)
         self.steps = torch.zeros(batch, dtype=torch.int64, device=device)  # (B,) of the last root
+        self.proposal: Proposal = "coupled"  # of the last request
+        self.passes = 0
+        self.drawn: _Drawn | None = None
 
     def draft(self, request: Request) -> DraftTree:
-        self.steps = request.steps
+        self.steps, self.proposal = request.steps, request.proposal
         self.guess.scatter_(1, request.steps[:, None], request.root[:, None])
         depth = min(request.plan.depth, self.drafter.window)
         tokens = [request.root]
@@ -56,7 +63,21 @@ class JacobiSession:
             kept = self.guess.gather(1, steps[:, None])[:, 0]
             tokens.append(torch.where(kept >= 0, kept, self._initial(request, steps, tokens[-1])))
         room = request.limits.depth if request.limits is not None else None
-        return chain(torch.stack(tokens, dim=1), room)
+        tree = chain(torch.stack(tokens, dim=1), room)
+        return replace(tree, q=self._chances(tree)) if request.proposal == "sampled" else tree
+
+    def _chances(self, tree: DraftTree) -> Tensor:
+        """What the child of each node was drawn from (B, N, columns): a law of the last pass, or 1 at a picked one."""
+        child = self.layout.columns_of(tree.tokens.roll(-1, 1))  # (B, N); the last node has none
+        picked = torch.zeros(*child.shape, self.layout.columns, device=child.device)
+        picked.scatter_(2, child[..., None], 1.0)
+        if self.drawn is None:
+            return picked
+        place = (self.steps - self.drawn.roots)[:, None] + torch.arange(tree.size, device=child.device)
+        inside = place.clamp(max=self.drawn.valid.shape[1] - 1)
+        valid = self.drawn.valid.gather(1, inside) & (place == inside)
+        laws = self.drawn.laws.gather(1, inside[..., None].expand(-1, -1, self.layout.columns))
+        return torch.where(valid[..., None], laws, picked)
 
     def _initial(self, request: Request, steps: Tensor, left: Tensor) -> Tensor:
         layout, init = self.layout, self.drafter.init
@@ -75,6 +96,32 @@ class JacobiSession:
     def commit(self, outcome: Outcome) -> None:
         """Keep what the target chose at each node of the chain as the guess for the step after it."""
         depths = outcome.tree.depths  # (B, N)
-        choices = self.layout.tokens(outcome.draws.choose(outcome.output.logits, depths + 1))
+        if self.proposal == "sampled":
+            choices = self.layout.tokens(self._redraw(outcome))
+        else:
+            choices = self.layout.tokens(outcome.draws.choose(outcome.output.logits, depths + 1))
         steps = self.steps[:, None] + 1 + torch.arange(depths.shape[1], device=depths.device)
         self.guess.scatter_(1, steps, torch.where(depths >= 0, choices, self.guess.gather(1, steps)))
+
+    def _redraw(self, outcome: Outcome) -> Tensor:
+        """New guesses (B, N), as columns, for the steps after the nodes of the chain; their laws are kept."""
+        depths, draws = outcome.tree.depths, outcome.draws
+        scaled = draws.scaled(outcome.output.logits, depths + 1)
+        self.passes += 1
+        if draws.noise is None:
+            columns = scaled.argmax(-1)
+            laws = torch.zeros_like(scaled).scatter_(-1, columns[..., None], 1.0)
+        else:
+            columns = (scaled + draws.gumbel("draft", self.passes)[:, : depths.shape[1]]).argmax(-1)
+            laws = scaled.softmax(-1)
+        self.drawn = _Drawn(laws, depths >= 0, self.steps)
+        return columns
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What the guesses of the last pass were drawn from."""
+
+    laws: Tensor  # (B, N, columns) at each node of the chain
+    valid: Tensor  # (B, N) where the chain had a node
+    roots: Tensor  # (B,) step of the chain's root

@@ -19,17 +19,18 @@ _OFFSETS: dict[str, tuple[tuple[int, int], ...]] = {
     "horizontal": ((0, -1),),
     "vertical": ((-1, 0),),
     "both": ((0, -1), (-1, 0), (-1, 1)),
+    "previous": (),  # nobody but the tree before stands in
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Adjacency:
-    """`init` says whose state a tree starts from: the left neighbour's, the one's above, a random one (an ablation),
-    or the average over left, above and above-right. Where the picture has no such neighbour, the tree before this one
-    stands in, and at the very start `depth` and `width`.
+    """`init` says whose state a tree starts from: the left neighbour's, the one's above, or the average over left,
+    above and above-right. `random` and `previous`, the tree before this one wherever it stood, are ablations. Where the
+    picture has no such neighbour, the tree before this one stands in, and at the very start `depth` and `width`.
     """
 
-    init: Literal["horizontal", "vertical", "random", "both"] = "horizontal"
+    init: Literal["horizontal", "vertical", "both", "random", "previous"] = "horizontal"
     beta: float = 0.5
     l_d: int = 1
     l_k: int = 1

@@ -1,0 +1,73 @@
+"""Speculative Jacobi decoding as published: drawn guesses that are judged by p / q have plain autoregression's law."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from tables import TableTarget, draw, joint, tables
+from test_laws import P_BIASED, P_LEGAL, PLAIN, ROW_ENDS, TARGET, p_value
+from torch import Tensor
+
+from underdraw import Pipeline
+from underdraw.drafters.jacobi import Jacobi
+from underdraw.layout import Layout
+from underdraw.registry import policies
+from underdraw.sampling import Draws
+from underdraw.tree import DraftTree, Proposal, Verdict
+from underdraw.verifiers.exact import Exact
+from underdraw.verifiers.rejection import Rejection
+
+SEEDS = range(8000)
+
+
+def fit(verifier: Any, table: Tensor, layout: Layout, chain: int = 3, **settings: Any) -> float:
+    """The p-value of the joint law of the cells after the first."""
+    policy = policies.build(f"chain:depth={chain}")
+    tokens, histories = draw(
+        TableTarget(table), Jacobi(), policy, verifier, layout, SEEDS, proposal="sampled", **settings
+    )
+    passes = np.mean([history.passes for history in histories])
+    assert 1.05 < passes < layout.stop - layout.start - 1.05, "something must be accepted and something rejected"
+    images = layout.grid(tokens).reshape(len(SEEDS), -1)
+    return p_value(images[:, 1:], joint(table, layout, **settings).sum(0))
+
+
+@pytest.mark.parametrize("verifier", [Rejection(), Exact()], ids=["rejection", "exact"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.4, "top_k": 5, "top_p": 0.9}], ids=["plain", "filters"])
+def test_drawn_guesses_keep_the_law(verifier: Any, settings: dict[str, Any]) -> None:
+    assert fit(verifier, TARGET, PLAIN, **settings) > P_LEGAL
+
+
+def test_drawn_guesses_keep_the_law_with_row_ends() -> None:
+    assert fit(Rejection(), tables(ROW_ENDS, seed=3)[0], ROW_ENDS, chain=2) > P_LEGAL
+
+
+@dataclass(frozen=True)
+class Stale:
+    """Judges by the law of another pass: what happens if q is not what a guess was drawn from."""
+
+    proposals: ClassVar[tuple[Proposal, ...]] = ("sampled",)
+
+    def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
+        assert tree.q is not None
+        return Rejection().verify(replace(tree, q=tree.q.flip(-1)), logits, draws)
+
+
+def test_the_harness_rejects_a_wrong_q() -> None:
+    assert fit(Stale(), TARGET, PLAIN) < P_BIASED
+
+
+def test_greedy_is_the_greedy_image() -> None:
+    one, _ = draw(TableTarget(TARGET), Jacobi(), policies.build("chain"), Rejection(), PLAIN, [0], temperature=0)
+    two, _ = draw(TableTarget(TARGET), Jacobi(), policies.build("none"), Exact(), PLAIN, [0], temperature=0)
+    assert np.array_equal(one, two)
+
+
+def test_through_the_pipeline(pipe: Pipeline) -> None:
+    """`rejection` asks for drawn guesses by itself, and then needs no drafter of the model's own."""
+    drawn = Pipeline(pipe.model, drafter="jacobi", tree="chain:depth=4", verifier="rejection")
+    out = drawn(["fox", "red"], seed=1, output_type="codes")
+    assert out.complete and out.stats.tokens_per_pass >= 1

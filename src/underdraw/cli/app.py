@@ -20,6 +20,7 @@ from underdraw.errors import UnderdrawError, unknown
 
 COMMANDS = {
     "generate": "underdraw.cli.generate",
+    "bench": "underdraw.cli.bench",
     "models": "underdraw.cli.models",
     "train": "underdraw.cli.train",
     "env": "underdraw.cli.env",

@@ -42,22 +42,14 @@ def versions() -> dict[str, str]:
 def system() -> dict[str, Any]:
     import torch
 
+    from underdraw.evaluation.machine import processor
+
     return {
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def _processor() -> str:
-    """The processor's name, where the system says it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def devices() -> dict[str, str]:
@@ -100,6 +92,9 @@ def parts() -> dict[str, Any]:
         "families": families.names(), "policies": policies.names(), "verifiers": verifiers.names(),
         "drafters": ["of the model", *drafters.names()],
     }  # fmt: skip
-    extras = {"families": "transformers", "data": "pyarrow", "test": "pytest", "lint": "ruff"}
+    extras = {
+        "families": "transformers", "data": "pyarrow", "bench": "matplotlib", "evaluate": "torchmetrics",
+        "test": "pytest", "lint": "ruff",
+    }  # fmt: skip
     known["extras"] = [name for name, module in extras.items() if find_spec(module)] or ["none"]
     return known

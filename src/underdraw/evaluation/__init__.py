@@ -1,0 +1,1 @@
+"""Measuring: benchmarks of methods against plain autoregression, quality of folders of pictures, figures, reports."""

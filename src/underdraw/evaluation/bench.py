@@ -1,0 +1,207 @@
+"""Benchmarks: every method and plain autoregression draw the same pictures in turns, and each picture is one row.
+
+Turns are short (one picture), so that a machine that slows down slows all methods down alike. Only the decoding loop is
+on the clock: prompt, passes and drafting, without loading and without turning codes into pixels. What was measured is
+summed elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from underdraw.codes import pack, unpack
+from underdraw.drafters.forced import Forced
+from underdraw.engine.costs import measure
+from underdraw.engine.decode import Laws, check
+from underdraw.errors import ConfigError
+from underdraw.evaluation.machine import about
+from underdraw.evaluation.methods import AR, PLAIN, Method, check_names
+from underdraw.evaluation.store import Key, Store
+from underdraw.evaluation.watch import Clock, Memory, Timed
+from underdraw.history import History
+from underdraw.job import Job
+from underdraw.pipeline import Pipeline
+from underdraw.registry import drafters, parse
+
+WARM = 6  # passes of every method before anything is measured
+STUDIED = 4  # prompts whose laws are kept, by drawing them once more with plain autoregression
+COLUMNS = ("accepted", "depth", "width", "rank", "tree")  # of a history, that cells.jsonl keeps
+Noted = Callable[[Key], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured."""
+
+    methods: tuple[Method, ...]  # besides plain autoregression
+    temperatures: tuple[float, ...]
+    prompts: Sequence[str]
+    repeats: int = 1
+    seed: int = 0
+    preset: str | None = None
+
+    def units(self) -> Iterator[tuple[Method, Key]]:
+        """Pictures in the order of drawing: methods take turns, plain first, the others from a new start each time."""
+        for repeat in range(self.repeats):
+            for prompt in range(len(self.prompts)):
+                for temperature in self.temperatures:
+                    start = (prompt + repeat) % max(1, len(self.methods))
+                    for method in (AR, *self.methods[start:], *self.methods[:start]):
+                        yield method, Key(method.name, temperature, prompt, repeat)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One picture, and what it took."""
+
+    history: History
+    seconds: float
+    draft_seconds: float
+    memory: int
+    tree_passes: int  # passes with a tree; `nodes` and `levels` are summed over them
+    nodes: int
+    levels: int
+
+
+class Bench:
+    """A loaded model, and the parts of every method of a plan, checked."""
+
+    def __init__(self, pipe: Pipeline, plan: Plan, sampling: dict[str, Any]) -> None:
+        self.plan, self.sampling, self.model = plan, sampling, pipe.model
+        check_names((AR, *plan.methods))
+        methods = (AR, *plan.methods)
+        names = dict.fromkeys(method.drafter for method in methods)
+        self.pipes = {name: pipe if name == "auto" else Pipeline(pipe.model, drafter=name) for name in names}
+        self.verifiers = {method.verifier: self._verifier(method) for method in methods}
+        for text in plan.prompts:
+            pipe.model.check(text)
+        for method in methods:
+            for temperature in plan.temperatures:
+                self._ready(method)
+                self._check(method, self._job(method, Key(method.name, temperature, 0, 0)))
+
+    def _verifier(self, method: Method) -> Any:
+        pipe = self.pipes[method.drafter]
+        pipe.verifier = method.verifier
+        return pipe.verifier
+
+    def _ready(self, method: Method) -> Pipeline:
+        """The pipeline of a method's drafter with the method's other parts in it."""
+        pipe = self.pipes[method.drafter]
+        pipe.tree, pipe.verifier, pipe.proposal = method.tree, self.verifiers[method.verifier], method.proposal
+        return pipe
+
+    def _check(self, method: Method, job: Job) -> None:
+        pipe = self.pipes[method.drafter]
+        proposal: Any = None if method.proposal == "auto" else method.proposal
+        try:
+            check(pipe.verifier, proposal, [pipe.model.prompt(job.prompts[0], None, job.size)], pipe.sampler(job), 1.0)
+        except ConfigError as error:
+            raise ConfigError(f"method {method.name!r}: {error}") from None
+
+    def _job(self, method: Method, key: Key) -> Job:
+        arguments = {**self.sampling, "temperature": key.temperature, "seed": self.plan.seed + key.prompt}
+        return self.pipes[method.drafter].job(self.plan.prompts[key.prompt], **arguments)
+
+    def draw(self, method: Method, key: Key, laws: Laws = "skip", passes: int | None = None) -> Drawn:
+        """Draw a picture, or its first few passes."""
+        pipe = self._ready(method)
+        job = self._job(method, key)
+        history, clock = History(pipe.model.layout(job.size)), Clock(pipe.device)
+        steps = pipe.decode(job, [history], Timed(pipe.drafter, clock), laws)
+        memory = Memory(pipe.device)
+        trees = nodes = levels = 0
+        began = time.perf_counter()
+        for step in steps:
+            if step.plan.depth:
+                trees, nodes, levels = trees + 1, nodes + step.plan.nodes, levels + step.plan.depth
+            if history.passes == passes:
+                break
+        if pipe.device.type == "cuda":
+            torch.cuda.synchronize(pipe.device)
+        seconds = time.perf_counter() - began
+        return Drawn(history, seconds, clock.seconds, memory.peak, trees, nodes, levels)
+
+    def settings(self) -> dict[str, Any]:
+        """What must not change between two parts of one run."""
+        job = self._job(AR, Key(PLAIN, self.plan.temperatures[0], 0, 0))
+        known = self.pipes[AR.drafter].settings(job)
+        kept = ("guidance", "top_k", "top_p", "height", "width", "dtype")
+        return {
+            "preset": self.plan.preset, "model": self.model.name, "seed": self.plan.seed,
+            "device": self.model.placement.device.type, **{key: known[key] for key in kept},
+        }  # fmt: skip
+
+    def costs(self) -> dict[str, Any]:
+        """What passes cost here with each drafter that grows trees: what the cost model predicts times from."""
+        found = {}
+        for name in dict.fromkeys(method.drafter for method in self.plan.methods):
+            if parse(name).name in drafters.names():
+                continue  # its guesses are all there at once, so trees are chains
+            method = next(method for method in self.plan.methods if method.drafter == name)
+            pipe, job = self.pipes[name], self._job(method, Key(PLAIN, self.plan.temperatures[-1], 0, 0))
+            prompt = pipe.model.prompt(job.prompts[0], job.negative, job.size)
+            measured = measure(pipe.model.target, pipe.drafter, Forced(), [prompt], pipe.sampler(job), job.guidance)
+            found[name] = asdict(measured)
+        return found
+
+    def run(self, store: Store, noted: Noted) -> int:
+        """Draw every picture that the store does not hold yet; returns how many that were."""
+        for key, row in store.rows.items():
+            if key.prompt < len(self.plan.prompts) and row["text"] != self.plan.prompts[key.prompt]:
+                raise ConfigError(
+                    f"{store.folder} holds a run with other prompts (number {key.prompt + 1} was {row['text']!r}); "
+                    "give a new folder, or --force to start again."
+                )
+        todo = [(method, key) for method, key in self.plan.units() if key not in store.rows]
+        if not todo:
+            return 0
+        for method in dict.fromkeys(method for method, _ in todo):
+            self.draw(method, Key(method.name, self.plan.temperatures[-1], 0, 0), passes=WARM)
+        known = about(self.model.placement.device)
+        store.begin({"machine": known, "costs": store.about.get("costs") or self.costs()})
+        for method, key in todo:
+            drawn = self.draw(method, key)
+            cells = self._cells(drawn, key) if key.repeat == 0 else None
+            row = {**key._asdict(), "seed": self.plan.seed + key.prompt, "text": self.plan.prompts[key.prompt]}
+            row.update(_figures(drawn), **self._agreement(drawn, key, store), settings=method.record(), machine=known)
+            store.append(row, cells)
+            noted(key)
+        return len(todo)
+
+    def _cells(self, drawn: Drawn, key: Key) -> dict[str, Any]:
+        """What happened at every cell; of plain autoregression also the laws, from a second drawing off the clock."""
+        history = drawn.history
+        cells = {"codes": pack(history.layout.grid(history.tokens))}
+        cells.update({name: pack(history.map(name)) for name in COLUMNS})
+        if key.method == PLAIN and key.prompt < STUDIED:
+            kept = self.draw(AR, key, laws="keep").history
+            cells["entropy"] = pack(np.round(kept.map("entropy") * 1000).astype(np.int32))
+            cells["top1"] = pack(np.round(kept.map("top1") * 1000).astype(np.int32))
+        return cells
+
+    def _agreement(self, drawn: Drawn, key: Key, store: Store) -> dict[str, Any]:
+        """Whether the picture is the one of plain autoregression with the same seed, and the share of equal codes."""
+        codes = drawn.history.layout.grid(drawn.history.tokens)
+        if key.method == PLAIN and key.repeat == 0:
+            return {"equal_codes": 1.0, "equal_image": True}
+        plain = store.cells[key._replace(method=PLAIN, repeat=0)]
+        same = codes == unpack(plain["codes"], str(store.folder))
+        return {"equal_codes": round(float(same.mean()), 6), "equal_image": bool(same.all())}
+
+
+def _figures(drawn: Drawn) -> dict[str, Any]:
+    history = drawn.history
+    return {
+        "seconds": round(drawn.seconds, 5), "draft_seconds": round(drawn.draft_seconds, 5), "memory": drawn.memory,
+        "passes": history.passes, "tokens": int((history.tree >= 0).sum()),
+        "tau": round(history.tokens_per_pass, 5), "mean_depth": round(history.mean_depth, 5),
+        "mean_nodes": round(history.mean_nodes, 5), "tree_passes": drawn.tree_passes, "tree_nodes": drawn.nodes,
+        "tree_levels": drawn.levels,
+    }  # fmt: skip

@@ -1,0 +1,59 @@
+"""On what a number was measured: processor and devices, versions, and the commit of the code if it has one."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import underdraw
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """Hardware, versions and commit, for records."""
+    return {
+        "underdraw": underdraw.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "numpy", "safetensors")},
+        "platform": platform.platform(),
+        "processor": processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+    }
+
+
+def processor() -> str:
+    """The processor's name, where the system says it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The commit of the code that runs, with a + if it was changed since; None where there is no repository."""
+    folder = Path(underdraw.__file__).parent
+    try:
+        told = [
+            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no", "--", "."))
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told[0].strip() + ("+" if told[1].strip() else "")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -21,6 +21,8 @@ from underdraw.errors import UnderdrawError, unknown
 COMMANDS = {
     "generate": "underdraw.cli.generate",
     "bench": "underdraw.cli.bench",
+    "plot": "underdraw.cli.plot",
+    "evaluate": "underdraw.cli.evaluate",
     "models": "underdraw.cli.models",
     "train": "underdraw.cli.train",
     "env": "underdraw.cli.env",

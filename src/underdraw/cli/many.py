@@ -103,6 +103,7 @@ def _settings(pipe: Pipeline, task: Task, job: Job, seed: int) -> dict[str, Any]
 
 def _draw(run: Run, items: list[Item], advance: Callback) -> None:
     """Draw some pictures together and note each of them."""
+    from underdraw.codes import pack
     from underdraw.pictures import save_png
     from underdraw.results import Stats
 
@@ -117,7 +118,8 @@ def _draw(run: Run, items: list[Item], advance: Callback) -> None:
     for item, picture, history, comparison in zip(items, out.images, out.histories, comparisons, strict=True):
         save_png(picture, manifest.folder / item.file, metadata(pipe, item.prompt, item.seed, run.job))
         row = {"index": item.index, "file": item.file, "prompt": item.prompt, "seed": item.seed}
-        manifest.append({**row, **figures(Stats.of([history], share)), **comparison})
+        codes = pack(history.layout.grid(history.tokens))
+        manifest.append({**row, **figures(Stats.of([history], share)), **comparison, "codes": codes})
 
 
 def _totals(rows: list[dict[str, Any]]) -> dict[str, Any]:

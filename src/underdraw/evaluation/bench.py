@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,11 @@ from underdraw.engine.decode import Laws, check
 from underdraw.errors import ConfigError
 from underdraw.evaluation.machine import about
 from underdraw.evaluation.methods import AR, PLAIN, Method, check_names
-from underdraw.evaluation.store import Key, Store
+from underdraw.evaluation.store import Key, Store, picture_name
 from underdraw.evaluation.watch import Clock, Memory, Timed
 from underdraw.history import History
 from underdraw.job import Job
+from underdraw.pictures import save_png
 from underdraw.pipeline import Pipeline
 from underdraw.registry import drafters, parse
 
@@ -171,6 +173,8 @@ class Bench:
             cells = self._cells(drawn, key) if key.repeat == 0 else None
             row = {**key._asdict(), "seed": self.plan.seed + key.prompt, "text": self.plan.prompts[key.prompt]}
             row.update(_figures(drawn), **self._agreement(drawn, key, store), settings=method.record(), machine=known)
+            if key[0] == PLAIN and key[2:] == (0, 0):
+                self._keep_picture(drawn, store.folder / picture_name(key.temperature))
             store.append(row, cells)
             noted(key)
         return len(todo)
@@ -185,6 +189,10 @@ class Bench:
             cells["entropy"] = pack(np.round(kept.map("entropy") * 1000).astype(np.int32))
             cells["top1"] = pack(np.round(kept.map("top1") * 1000).astype(np.int32))
         return cells
+
+    def _keep_picture(self, drawn: Drawn, path: Path) -> None:
+        """The picture that figures lay their maps over."""
+        save_png(self.pipes[AR.drafter].pictures([drawn.history])[0], path)
 
     def _agreement(self, drawn: Drawn, key: Key, store: Store) -> dict[str, Any]:
         """Whether the picture is the one of plain autoregression with the same seed, and the share of equal codes."""

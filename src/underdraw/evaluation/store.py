@@ -134,6 +134,11 @@ class Store:
         return found
 
 
+def picture_name(temperature: float) -> str:
+    """The file of the first picture that plain autoregression has drawn at a temperature."""
+    return f"picture-{temperature:g}.png"
+
+
 def write_json(path: Path, value: Any) -> None:
     """A JSON file that appears whole or not at all."""
     with replacing(path) as file:

@@ -34,6 +34,8 @@ def two_sample(
 
     `paired`: picture i of both sides has the same prompt; only labels within pairs are then exchanged.
     """
+    if paired and len(ours) != len(theirs):
+        raise ConfigError(f"{len(ours)} and {len(theirs)} pictures are no pairs; give as many of both.")
     if ours.shape[1:] != theirs.shape[1:]:
         raise ConfigError(f"pictures of {ours.shape[1:]} and of {theirs.shape[1:]} codes cannot be compared.")
     if min(len(ours), len(theirs)) < LEAST:
@@ -49,19 +51,22 @@ def two_sample(
             labels.append(np.concatenate([~swap, swap]).astype(np.float64))
         else:
             labels.append(random.permutation(own))
-    values = _mmd(kernel, np.stack(labels))
+    if paired:  # pictures of one prompt and maybe one seed are not independent of each other
+        index = np.arange(count)
+        kernel[index, count + index] = kernel[count + index, index] = 0
+    values = _mmd(kernel, np.stack(labels), paired)
     # Equal labellings must count as equal whatever order their sums were rounded in.
     at_least = values[1:] >= values[0] - 1e-9
     return TwoSample(float(values[0]), float((1 + at_least.sum()) / (1 + permutations)))
 
 
-def _mmd(kernel: NDArray[np.float64], labels: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The unbiased statistic for each labelling (P, N + M), 1 on the first side; the kernel's diagonal is 0."""
+def _mmd(kernel: NDArray[np.float64], labels: NDArray[np.float64], paired: bool) -> NDArray[np.float64]:
+    """The unbiased statistic for each labelling (P, N + M), 1 on the first side; what is not counted is 0 already."""
     other = 1 - labels
     n, m = labels[0].sum(), other[0].sum()
     ours, theirs = labels @ kernel, other @ kernel
     within = (ours * labels).sum(1) / (n * (n - 1)) + (theirs * other).sum(1) / (m * (m - 1))
-    return within - 2 * (ours * other).sum(1) / (n * m)
+    return within - 2 * (ours * other).sum(1) / (n * (m - paired))
 
 
 def _kernel(codes: NDArray[np.int32]) -> NDArray[np.float64]:

@@ -66,7 +66,10 @@ Verifiers = Annotated[
     Many, typer.Option("--verifier", metavar="VERIFIER", rich_help_panel=WHAT, help="The same for verifiers.")
 ]
 Drafters = Annotated[
-    Many, typer.Option("--drafter", metavar="DRAFTER", rich_help_panel=WHAT, help="The same for drafters.")
+    Many,
+    typer.Option(
+        "--drafter", metavar="DRAFTER", rich_help_panel=WHAT, help="The same for drafters; for a preset, one."
+    ),
 ]
 Proposals = Annotated[
     Many,
@@ -131,7 +134,10 @@ def bench(
     from underdraw.prompts import load_prompts
 
     texts = load_prompts(prompts, data)
-    pipe = Parts(model, "auto", "auto", "exact", device, dtype).load(quiet=json or quiet)
+    own = drafter[0] if named is not None and drafter else "auto"
+    pipe = Parts(model, own, "auto", "exact", device, dtype).load(quiet=json or quiet)
+    if named is not None and own == "auto" and not pipe.model.drafters:
+        raise ConfigError(f"{pipe.model.name} has no drafter of its own, which {named} is about; give one: --drafter.")
     from underdraw.evaluation.bench import Plan
 
     texts = _readable(pipe, texts, overlong, limit)
@@ -145,9 +151,11 @@ def _wanted(named: str | None, tree: Many, verifier: Many, drafter: Many, propos
     if named is None:
         methods = grid(tree or ["auto"], verifier or ["exact"], drafter or ["auto"], proposal or ["auto"])
         return Preset("", "", methods, (1.0,))
-    given = [f"--{name}" for name, value in (("tree", tree), ("verifier", verifier), ("drafter", drafter)) if value]
+    given = [f"--{name}" for name, value in (("tree", tree), ("verifier", verifier), ("proposal", proposal)) if value]
     if given:
         raise ConfigError(f"a preset has methods of its own; leave out {given[0]}, or --preset.")
+    if len(drafter or []) > 1:
+        raise ConfigError("a preset takes one --drafter, in the place of the model's own; leave out the others.")
     return preset(named)
 
 

@@ -137,6 +137,7 @@ class Bench:
         kept = ("guidance", "top_k", "top_p", "height", "width", "dtype")
         return {
             "preset": self.plan.preset, "model": self.model.name, "seed": self.plan.seed,
+            "drafter": self.pipes["auto"].drafter_name if "auto" in self.pipes else None,
             "device": self.model.placement.device.type, **{key: known[key] for key in kept},
         }  # fmt: skip
 

@@ -50,14 +50,15 @@ def draw_all(run: Run, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for name, draw in FIGURES.items():
-        figure = draw(pyplot, run)
+        with pyplot.rc_context({"figure.constrained_layout.use": True}):
+            figure = draw(pyplot, run)
         if figure is None:
             continue
         for kind in KINDS:
             # Without date and random ids the same run gives the same bytes.
             about = {"Date": None} if kind == "svg" else {"Software": None}
             with replacing(folder / f"{name}.{kind}") as file, pyplot.rc_context({"svg.hashsalt": name}):
-                figure.savefig(file, format=kind, dpi=110, bbox_inches="tight", metadata=about)
+                figure.savefig(file, format=kind, dpi=110, metadata=about)
         pyplot.close(figure)
         made.append(folder / f"{name}.png")
     return made
@@ -111,7 +112,7 @@ def _map_sheet(pyplot: Any, run: Run, column: str, title: str) -> Any:
         return None
     high = max(float(np.max(one["first"][column])) for one in shown)
     size = (PANEL * len(shown) + 1, 2 * PANEL + 0.8)
-    figure, axes = pyplot.subplots(2, len(shown), figsize=size, squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(2, len(shown), figsize=size, squeeze=False)
     image = None
     for place, one in enumerate(shown):
         for row, (kind, label) in enumerate((("mean", "mean over pictures"), ("first", "first picture"))):
@@ -134,9 +135,7 @@ def laws(pyplot: Any, run: Run) -> Any:
     found = [one for one in run.maps if one["method"] == PLAIN and "entropy" in one["mean"]]
     if not found:
         return None
-    figure, axes = pyplot.subplots(
-        len(found), 4, figsize=(4 * PANEL + 1, PANEL * len(found) + 0.6), squeeze=False, layout="constrained"
-    )
+    figure, axes = pyplot.subplots(len(found), 4, figsize=(4 * PANEL + 1, PANEL * len(found) + 0.6), squeeze=False)
     for row, one in enumerate(found):
         panels = [(kind, column) for column in ("top1", "entropy") for kind in ("mean", "first")]
         for place, (kind, column) in enumerate(panels):
@@ -222,7 +221,7 @@ def sweep(pyplot: Any, run: Run) -> Any:
         return None
     betas, steps = (list(dict.fromkeys(pair[side] for pair in pairs)) for side in (0, 1))
     table = np.array([[pairs.get((beta, step), np.nan) for step in steps] for beta in betas])
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.5))
     image = left.imshow(table, cmap="viridis", aspect="auto")
     left.set_xticks(range(len(steps)), steps)
     left.set_yticks(range(len(betas)), betas)

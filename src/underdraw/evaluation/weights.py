@@ -47,8 +47,8 @@ def find(key: str, folder: Path | None, metric: str) -> Path:
     weight = WEIGHTS[key]
     if folder is None:
         raise CheckpointError(
-            f"{metric} needs {weight.name} ({weight.what}); fetch it from {weight.source} into a folder and name that folder with "
-            f"--weights FOLDER or {VARIABLE}."
+            f"{metric} needs {weight.name} ({weight.what}); fetch it from {weight.source} into a folder "
+            f"and name that folder with --weights FOLDER or {VARIABLE}."
         )
     path = folder / weight.name
     if not path.exists():

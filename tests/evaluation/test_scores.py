@@ -1,0 +1,236 @@
+"""Image metrics against values by hand or other implementations, with small random networks for the published ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import call
+from scipy import linalg
+
+from underdraw.errors import ConfigError
+from underdraw.evaluation import networks
+from underdraw.evaluation.folders import read_folder
+from underdraw.evaluation.scores import clip_score, fid, inception_score, linear_head, precision_recall, similarity
+from underdraw.evaluation.weights import WEIGHTS
+
+RANDOM = torch.Generator().manual_seed(0)
+
+
+def features(count: int, size: int, shift: float = 0.0, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(count, size, generator=RANDOM, dtype=torch.float64) * scale + shift
+
+
+def test_fid_by_hand() -> None:
+    """Two clouds of two points on a line: means 0 and 3, deviations sqrt(2) and 3 sqrt(2)."""
+    real, drawn = torch.tensor([[-1.0], [1.0]]), torch.tensor([[0.0], [6.0]])
+    assert fid(real, drawn) == pytest.approx(9 + 2 + 18 - 2 * math.sqrt(2 * 18), rel=1e-6)
+
+
+def test_fid_against_scipy() -> None:
+    real, drawn = features(60, 5), features(50, 5, 0.4, 1.7) @ features(5, 5)
+    means, covariances = zip(*((x.mean(0).numpy(), np.cov(x.numpy().T)) for x in (real, drawn)), strict=True)
+    root = linalg.sqrtm(covariances[0] @ covariances[1]).real
+    expected = ((means[0] - means[1]) ** 2).sum() + np.trace(covariances[0] + covariances[1] - 2 * root)
+    assert fid(real, drawn) == pytest.approx(expected, rel=1e-6)
+    assert fid(real, real) == pytest.approx(0, abs=1e-6)
+    with pytest.raises(ConfigError, match="at least 2 drawn"):
+        fid(real, drawn[:1])
+
+
+def test_inception_score_by_hand() -> None:
+    """Pictures that are all sure of different classes score the number of classes, unsure ones 1."""
+    sure = torch.eye(4) * 200
+    assert inception_score(sure, splits=1) == (pytest.approx(4.0), 0.0)
+    assert inception_score(torch.zeros(8, 4), splits=2)[0] == pytest.approx(1.0)
+    p = np.array([[0.7, 0.3], [0.2, 0.8]])
+    kl = [sum(x * math.log(x / m) for x, m in zip(row, p.mean(0), strict=True)) for row in p]
+    assert inception_score(torch.tensor(p).log(), splits=1)[0] == pytest.approx(math.exp(sum(kl) / 2))
+    mixed = torch.randn(40, 6, generator=RANDOM)
+    assert inception_score(mixed) == inception_score(mixed)  # the shuffle has a seed of its own
+
+
+def brute_force(real: torch.Tensor, drawn: torch.Tensor, nearest: int) -> tuple[float, float]:
+    def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+        return math.dist(a.tolist(), b.tolist())
+
+    def share(points: torch.Tensor, cover: torch.Tensor) -> float:
+        reach = [sorted(distance(c, d) for d in cover)[nearest] for c in cover]
+        hit = [any(distance(p, c) <= r for c, r in zip(cover, reach, strict=True)) for p in points]
+        return sum(hit) / len(hit)
+
+    return share(drawn, real), share(real, drawn)
+
+
+def test_precision_and_recall_against_brute_force() -> None:
+    real, drawn = features(20, 3), features(15, 3, 0.8)
+    found = precision_recall(real, drawn)
+    assert found == brute_force(real, drawn, 3) and 0 < found[0] < 1
+    assert precision_recall(real, real) == (1, 1) and precision_recall(real, real + 100) == (0, 0)
+    with pytest.raises(ConfigError, match="more than 3 pictures"):
+        precision_recall(real[:3], drawn)
+
+
+def test_similarity_by_hand() -> None:
+    images, texts = (
+        torch.tensor([[3.0, 0.0], [1.0, 1.0], [1.0, 0.0]]),
+        torch.tensor([[5.0, 0.0], [1.0, 0.0], [-2.0, 0.0]]),
+    )
+    assert similarity(images, texts).tolist() == pytest.approx([1, math.sqrt(0.5), -1])
+    assert clip_score(images, texts) == pytest.approx(100 * (1 + math.sqrt(0.5) + 0) / 3)
+
+
+def test_linear_layers_in_their_order() -> None:
+    """Numbers are compared as numbers: layer 10 comes after layer 2."""
+    layers = {2: torch.nn.Linear(4, 3), 10: torch.nn.Linear(3, 1), 0: torch.nn.Linear(5, 4)}
+    state = {f"layers.{i}.{k}": v.detach() for i, layer in layers.items() for k, v in layer.state_dict().items()}
+    x = torch.randn(6, 5, generator=RANDOM)
+    assert torch.allclose(linear_head(state, x), layers[10](layers[2](layers[0](x)))[:, 0])
+
+
+# ---------------------------------------------------------------- through folders, with small random networks
+
+
+class TinyInception(torch.nn.Module):
+    """What torch-fidelity's network looks like from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 6)
+
+    def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert pictures.dtype == torch.uint8
+        means = self.first(pictures.float().mean((2, 3)) / 255)
+        return means, means * 3
+
+
+@pytest.fixture
+def tiny_inception(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TinyInception:
+    """In the place of the published one; its file is there, and empty."""
+    torch.manual_seed(0)
+    network = TinyInception()
+    monkeypatch.setattr(networks, "inception", lambda path: network)
+    (tmp_path / WEIGHTS["inception"].name).touch()
+    return network
+
+
+def test_inception_metrics_of_folders(folders: Path, tmp_path: Path, tiny_inception: TinyInception) -> None:
+    done = call(
+        "evaluate",
+        folders / "lantern",
+        "--against",
+        folders / "plain",
+        "--metrics",
+        "fid,is,pr",
+        "--weights",
+        tmp_path,
+        "--json",
+    )
+    assert done.code == 0, done.err
+    with torch.inference_mode():
+        sides = []
+        for name in ("plain", "lantern"):
+            paths = [picture.path for picture in read_folder(folders / name).values()]
+            sides.append(torch.cat([tiny_inception(networks.tensor(path)[None])[0] for path in paths]))
+    assert done.record["fid"] == pytest.approx(fid(*sides), abs=1e-3)
+    assert tuple(done.record["pr"].values()) == tuple(round(v, 4) for v in precision_recall(*sides))
+    assert done.record["is"]["mean"] == pytest.approx(inception_score(sides[1] * 3)[0], abs=1e-3)
+
+
+def tiny_clip(folder: Path) -> Path:
+    """A random CLIP with a vocabulary of letters, as a folder of transformers."""
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizer
+
+    letters = [chr(c) for c in range(97, 123)] + list("0123456789")
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")).save_pretrained(folder)
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1}
+    text: dict[str, Any] = {**small, **ends, "vocab_size": len(words), "max_position_embeddings": 40}
+    torch.manual_seed(1)
+    config = CLIPConfig(text_config=text, vision_config={**small, "image_size": 8, "patch_size": 4}, projection_dim=6)
+    CLIPModel(config).save_pretrained(folder)
+    CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}).save_pretrained(folder)
+    return folder
+
+
+def test_clip_and_aesthetic_of_a_folder(folders: Path, tmp_path: Path) -> None:
+    """Against the model's own forward pass, one picture with its own prompt at a time."""
+    from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
+
+    path = tiny_clip(tmp_path / WEIGHTS["clip"].name)
+    layer = torch.nn.Linear(6, 1)
+    torch.save(
+        {f"layers.0.{key}": value for key, value in layer.state_dict().items()}, tmp_path / WEIGHTS["aesthetic"].name
+    )
+    done = call("evaluate", folders / "plain", "--metrics", "clip,aesthetic", "--weights", tmp_path, "--json")
+    assert done.code == 0, done.err
+    model, images = CLIPModel.from_pretrained(path).eval(), CLIPImageProcessor.from_pretrained(path)
+    words = CLIPTokenizer.from_pretrained(path)
+    scores, tastes = [], []
+    for picture in read_folder(folders / "plain").values():
+        given = images(images=[networks.pixels(picture.path)], return_tensors="pt")
+        with torch.inference_mode():
+            out = model(**given, **words([picture.prompt], return_tensors="pt"))
+            scores.append(max(0.0, 100 * float((out.image_embeds * out.text_embeds).sum())))
+            tastes.append(float(layer(out.image_embeds)))
+    assert done.record["clip"] == pytest.approx(np.mean(scores), abs=1e-3)
+    assert done.record["aesthetic"] == pytest.approx(np.mean(tastes), abs=1e-3)
+
+
+def test_hps_is_the_similarity_of_its_own_network(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures and prompts go through together, in one order."""
+
+    def see(paths: Any) -> torch.Tensor:
+        return torch.stack([torch.tensor([float(path.stem), 1.0]) for path in paths])
+
+    def read(texts: Any) -> torch.Tensor:
+        return torch.stack([torch.tensor([float(text.split()[-1]), 1.0]) for text in texts])  # "a red fox 12"
+
+    monkeypatch.setattr(networks, "hps", lambda path: networks.Pair(see, read))
+    (tmp_path / WEIGHTS["hps"].name).touch()
+    done = call("evaluate", folders / "plain", "--metrics", "hps", "--weights", tmp_path, "--json")
+    assert done.record["hps"] == 1.0, "every picture was scored with its own prompt"
+
+
+@pytest.mark.parametrize("metric", ["fid", "is", "pr", "clip", "hps", "aesthetic"])
+def test_missing_weights_are_named(metric: str, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNDERDRAW_WEIGHTS", raising=False)
+    words = ["evaluate", folders / "plain", "--against", folders / "exact", "--metrics", metric]
+    for where in ([], ["--weights", tmp_path]):
+        done = call(*words, *where)
+        assert done.code == 2 and done.err.count("\n") == 1 and f"{metric} needs" in done.err
+        assert any(weight.name in done.err and weight.source in done.err for weight in WEIGHTS.values())
+
+
+def test_missing_packages_are_named(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("torch_fidelity", "torch_fidelity.feature_extractor_inceptionv3", "open_clip"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    for metric, key in (("is", "inception"), ("hps", "hps")):
+        (tmp_path / WEIGHTS[key].name).touch()
+        done = call("evaluate", folders / "plain", "--metrics", metric, "--weights", tmp_path)
+        assert done.code == 2 and "pip install 'underdraw[evaluate]'" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("{plain}", "nothing to compare with"),
+        ("{plain} --metrics exact", "--against FOLDER"),
+        ("{plain} --metrics fjd", "Did you mean 'fid'?"),
+        ("{here} --against {plain}", "holds no manifest.jsonl"),
+    ],
+)
+def test_mistakes(words: str, says: str, folders: Path, tmp_path: Path) -> None:
+    done = call("evaluate", *words.format(plain=folders / "plain", here=tmp_path).split())
+    assert done.code == 2 and says in done.err and done.err.count("\n") == 1

@@ -114,8 +114,11 @@ def test_a_stopped_run_goes_on(
         str([r[k] for k in keys]) for r in lines(run / "rows.jsonl")
     )
     assert call(*command, "--out", tmp_path / "run").record["drawn"] == 0
+    (tmp_path / "run" / "cells.jsonl").unlink()  # what happened where may be thrown away
     more = [value if value != 2 else 3 for value in command]
     assert call(*more, "--out", tmp_path / "run").record["drawn"] == 6  # one more prompt
+    again = call(*more, "--repeats", 2, "--out", tmp_path / "run").record
+    assert again["drawn"] == 18 and all(entry["equal_images"] == "6/6" for entry in again["entries"])
 
 
 def test_other_settings_are_refused(command: list[object], run: Path, prompts: Path, tmp_path: Path) -> None:

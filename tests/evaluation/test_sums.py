@@ -12,7 +12,7 @@ from underdraw.codes import pack, unpack
 from underdraw.errors import ConfigError
 from underdraw.evaluation.costmodel import check_costs, predicted
 from underdraw.evaluation.store import Store
-from underdraw.evaluation.summary import maps, spread, summarise
+from underdraw.evaluation.summary import maps, read_summary, spread, summarise, write_summary
 from underdraw.evaluation.tables import lines, same_depth
 
 COSTS = {"plain": 10.0, "base": 12.0, "node": 0.5, "level": 2.0}
@@ -84,6 +84,18 @@ def test_entries_by_hand(tmp_path: Path) -> None:
     assert tree["tau"] == round(60 / 33, 4) and tree["memory"] == 102 and tree["equal_images"] == "2/3"
     assert tree["draft_share"] == round(0.03 / 7, 4) and tree["against_plain"] is None
     assert lines(summary)[1][:5] == ["tree", "1", "3", "2.00", "1.20-3.60"]
+
+
+def test_a_summary_follows_its_rows(tmp_path: Path) -> None:
+    """A run that was stopped after its last summary is summed anew; one that was not is left alone."""
+    run = store(tmp_path, [row("AR", 0), row("tree", 0)])
+    write_summary(run)
+    assert [one["rows"] for one in read_summary(run.folder)["entries"]] == [1, 1]
+    run.append(row("AR", 1), None)
+    assert [one["rows"] for one in read_summary(run.folder)["entries"]] == [2, 1]
+    before = (run.folder / "summary.json").stat().st_mtime_ns
+    read_summary(run.folder)
+    assert (run.folder / "summary.json").stat().st_mtime_ns == before
 
 
 def test_nothing_measured_is_one_sentence(tmp_path: Path) -> None:

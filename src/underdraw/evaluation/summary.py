@@ -19,7 +19,7 @@ from underdraw.codes import unpack
 from underdraw.errors import ConfigError
 from underdraw.evaluation.costmodel import check_costs
 from underdraw.evaluation.methods import PLAIN
-from underdraw.evaluation.store import RUN, Key, Store, read_json, write_json
+from underdraw.evaluation.store import ROWS, RUN, Key, Store, read_json, write_json
 from underdraw.evaluation.twosample import two_sample
 from underdraw.files import replacing
 
@@ -145,10 +145,12 @@ def write_summary(store: Store) -> dict[str, Any]:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """A run's summary. One that is missing is made of its rows."""
+    """A run's summary. One that is missing, or older than the last rows, is made of the rows."""
     if (folder / SUMMARY).is_file():
         found: dict[str, Any] = read_json(folder / SUMMARY)
-        return found
+        rows = folder / ROWS
+        if not rows.is_file() or rows.read_bytes().count(b"\n") == sum(one["rows"] for one in found["entries"]):
+            return found
     if (folder / RUN).is_file():
         return write_summary(Store.read(folder))
     raise ConfigError(f"{folder} holds no benchmark; name the folder that `underdraw bench --out` has written.")

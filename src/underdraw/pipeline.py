@@ -277,7 +277,7 @@ class Pipeline:
         if self.tree_name != "auto":
             return self.tree
         if not isinstance(self.drafter, Eagle | Block):
-            return Chain(8)  # guesses that are all there at once want no tree
+            return Chain(24)  # guesses that are all there at once want no tree
         if self.device.type != "cpu":
             return self.tree
         batch = min(len(job.prompts), 4)

@@ -31,7 +31,7 @@ class Jacobi:
     """At most `window` tokens are guessed ahead, fewer where the tree is less deep; `init` says from where a step
     starts: the token to its left, the one above (left in the first row), or a random code."""
 
-    window: int = 16
+    window: int = 32
     init: Init = "above"
 
     def __post_init__(self) -> None:

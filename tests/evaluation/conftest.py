@@ -12,9 +12,9 @@ PROMPTS = 40
 
 
 @pytest.fixture(scope="session")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose pictures are 4 x 4 codes: the least that has neighbours on all sides."""
-    return small.write(tmp_path_factory.mktemp("models") / "four", side=4)
+def mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose pictures are 3 x 3 codes: the least that has a cell with neighbours on all sides."""
+    return small.write(tmp_path_factory.mktemp("models") / "mini", side=3)
 
 
 @pytest.fixture(scope="session")

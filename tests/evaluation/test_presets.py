@@ -38,9 +38,9 @@ def test_the_paper_has_its_rows() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_run(name: str, four: Path, prompts: Path, tmp_path: Path) -> None:
+def test_presets_run(name: str, mini: Path, prompts: Path, tmp_path: Path) -> None:
     temperatures = [] if name == "paper-main" else ["--temperature", 1]  # the main one as it stands
-    common = ["-m", four, "--prompts", prompts, "--limit", 1, *temperatures, "--json"]
+    common = ["-m", mini, "--prompts", prompts, "--limit", 1, *temperatures, "--json"]
     done = call("bench", "--preset", name, *common, "--out", tmp_path / "run")
     assert done.code == 0, done.err
     count = len(PRESETS[name].methods) + 1
@@ -117,9 +117,9 @@ def test_the_page_of_experiments_is_made_from_the_results(tmp_path: Path) -> Non
     assert done.code == 0 and done.record["changed"] is False and page.stat().st_mtime_ns == before
 
 
-def test_a_page_shows_a_run(tmp_path: Path, four: Path, prompts: Path) -> None:
+def test_a_page_shows_a_run(tmp_path: Path, mini: Path, prompts: Path) -> None:
     run = tmp_path / "results" / "mine"
-    common = ["-m", four, "--prompts", prompts, "--limit", 1, "--tree", "chain:depth=2", "--quiet"]
+    common = ["-m", mini, "--prompts", prompts, "--limit", 1, "--tree", "chain:depth=2", "--quiet"]
     assert call("bench", *common, "--out", run).code == 0 and call("plot", run, "--quiet").code == 0
     page = tmp_path / "page.md"
     page.write_text("# Mine\n\n<!-- results: results/mine -->\nold\n<!-- end -->\n\nkept\n")

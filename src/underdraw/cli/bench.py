@@ -51,7 +51,14 @@ Data = Annotated[
         metavar="FOLDER", envvar="UNDERDRAW_DATA", rich_help_panel=WHAT, help="Where the files of parti and coco lie."
     ),
 ]  # fmt: skip
-Limit = Annotated[int | None, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Only the first COUNT prompts.")]
+Limit = Annotated[
+    int | None,
+    typer.Option(
+        metavar="COUNT",
+        rich_help_panel=WHAT,
+        help="Only the first COUNT prompts. Without it, as many as the preset says, or all.",
+    ),
+]
 Overlong = Annotated[
     Literal["refuse", "skip"],
     typer.Option(rich_help_panel=WHAT, help="What to do with prompts that the model cannot read."),
@@ -140,7 +147,7 @@ def bench(
         raise ConfigError(f"{pipe.model.name} has no drafter of its own, which {named} is about; give one: --drafter.")
     from underdraw.evaluation.bench import Plan
 
-    texts = _readable(pipe, texts, overlong, limit)
+    texts = _readable(pipe, texts, overlong, limit or wanted.prompts)
     plan = Plan(wanted.methods, tuple(temperature or wanted.temperatures), texts, repeats, seed, wanted.name or None)
     sampling = Sampling(guidance, None, top_k, top_p, None, None, None)
     _run(pipe, plan, sampling, out, force=force, json=json, quiet=quiet)

@@ -34,7 +34,7 @@ class Preset:
     question: str
     methods: tuple[Method, ...]
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    prompts: int = 64  # how many are enough
+    prompts: int | None = None  # how many are enough; None is all that are given
 
 
 AR = Method(PLAIN, tree="none", drafter="forced", about="plain autoregression, one token a pass")

@@ -47,6 +47,7 @@ INIT = Preset(
         for proposal in ("topk", "coupled")
         for init in ("horizontal", "vertical", "both", "random")
     ),
+    prompts=16,
 )
 
 BUDGET = Preset(
@@ -65,7 +66,7 @@ BUDGET = Preset(
             for depth in DEPTHS
         ),
     ),
-    prompts=32,
+    prompts=12,
 )
 
 _BETAS, _STEPS = (0.2, 0.35, 0.5, 0.65, 0.8), (1, 2, 3)
@@ -89,6 +90,7 @@ SENSITIVITY = Preset(
         *(Method(option, f"adjacency:{option}", proposal="coupled") for option in _ONE_AT_A_TIME),
     ),
     prompts=8,
+    temperatures=(1.0,),
 )
 
 HELPS = Preset(
@@ -104,6 +106,7 @@ HELPS = Preset(
             ("random adaptation", "adjacency:init=random"),
         )
     ),
+    prompts=16,
 )
 
 DELTA = Preset(
@@ -117,6 +120,7 @@ DELTA = Preset(
         Method("ours: cost", "auto", "exact", proposal="coupled"),
     ),
     temperatures=(1.0,),
+    prompts=32,
 )
 
 PRESETS = {preset.name: preset for preset in (MAIN, INIT, BUDGET, SENSITIVITY, HELPS, DELTA)}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.layout import Layout
@@ -39,6 +40,7 @@ from underdraw.training.tokenizer import (
     TokenizerTraining,
     Trainer,
     train,
+    unsteadiness,
 )
 
 PX = 64
@@ -224,9 +226,30 @@ def one_scene(row: int, size: int, x: int, top: str, bottom: str, flip: bool = F
 
     no = np.array([False])
     return Scenes(
-        np.array([COLOURS.index(top)]), np.array([COLOURS.index(bottom)]), np.array([-1]), no, pair(row, -1),
-        pair(size, 0), pair(x, 0), pair(8, 0), pair(flip, False).astype(bool), no, no,
+        np.array([COLOURS.index(top)]), np.array([COLOURS.index(bottom)]), np.array([-1]), no,
+        np.array([[1.0, 0.0, 0.0]]), no, pair(row, -1), pair(size, 0), pair(x, 0), pair(8, 0),
+        pair(flip, False).astype(bool), no, no,
     )  # fmt: skip
+
+
+def test_photographs_are_seen_in_part_flipped_and_out_of_focus(pack: Pack, painter: Painter) -> None:
+    """At scale 1 a photograph is the stored one; at scale 2 a corner of it, magnified; soft ones lose detail only."""
+    row = int(pack.indices("all", "landscape")[0])
+    stored = torch.from_numpy(pack.pixels([row])[0, ..., :3]).movedim(-1, 0) / 127.5 - 1
+    plain = dataclasses.replace(one_scene(-1, 0, 0, "red", "red"), backdrop=np.array([row]))
+
+    def shown(**changes: np.ndarray) -> Tensor:
+        return painter.paint(dataclasses.replace(plain, **changes))[0]
+
+    yes = np.array([True])
+    torch.testing.assert_close(shown(), stored, atol=1e-4, rtol=0)
+    torch.testing.assert_close(shown(backdrop_flip=yes), stored.flip(-1), atol=1e-4, rtol=0)
+    half = PX // 2
+    corner = shown(backdrop_view=np.array([[2.0, 1.0, 0.0]]))  # the upper right quarter
+    smaller = torch.nn.functional.avg_pool2d(corner, 2)
+    torch.testing.assert_close(smaller[:, 1:-1, 1:-1], stored[:, :half, half:][:, 1:-1, 1:-1], atol=0.2, rtol=0)
+    soft = shown(backdrop_soft=yes)
+    assert soft.std() <= stored.std() and (soft.mean() - stored.mean()).abs() < 0.02
 
 
 def test_painter_puts_colours_and_sprites_where_they_belong(pack: Pack, painter: Painter) -> None:
@@ -362,6 +385,22 @@ def test_tokenizer_training_learns_and_continues(pack: Pack, painter: Painter, t
     resumed = Trainer(model, Composer(pack), painter, None, options)
     train(resumed, evaluator, out, progress)
     assert resumed.steps == 0  # the budget was spent, so nothing more was trained
+
+
+def test_unsteadiness_counts_what_it_says(pack: Pack) -> None:
+    """Distance from a level, from like neighbours and from the twin; nothing else, and zero for steady codes."""
+    pixels = torch.zeros(2, 3, 16, 16)
+    pixels[:, :, :8, :8] = 1.0  # one cell differs from the other three
+    latents = torch.tensor([[5.0, 2.0], [2.0, 2.0]])[None, ..., None].repeat(2, 1, 1, 1)
+    assert unsteadiness(latents, pixels, 8).item() == 0
+    off = latents + 0.25
+    assert unsteadiness(off, pixels, 8).item() == pytest.approx(0.25**2)
+    moved = latents.clone()
+    moved[:, 0, 1] = 4.0  # its like is the cell below it, one of the two that have one; the twin moves along
+    assert unsteadiness(moved, pixels, 8).item() == pytest.approx((4 - 2) ** 2)
+    apart = latents.clone()
+    apart[0, 0, 0] = 7.0  # alike to nobody but its twin, one of four cells
+    assert unsteadiness(apart, pixels, 8).item() == pytest.approx((7 - 5) ** 2 / 4)
 
 
 def test_model_training_learns_saves_and_draws(pack: Pack, painter: Painter, tmp_path: Path) -> None:

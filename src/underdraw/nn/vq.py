@@ -23,6 +23,7 @@ from underdraw.nn.storage import load_weights, save_weights
 
 KIND = "underdraw-tokenizer"
 Norm = Literal["cell", "group"]
+Padding = Literal["zeros", "replicate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class TokenizerArch:
     """Shape of a tokenizer. Widths and blocks go from the pixels inwards for the encoder, outwards for the decoder.
 
     `encoder_norm="cell"` normalises every position by itself, so that the codes of an object do not change with what
-    stands elsewhere in the picture, as they would with group statistics; "group" is the usual GroupNorm.
+    stands elsewhere in the picture, as they would with group statistics; "group" is the usual GroupNorm. With
+    `encoder_padding="replicate"` a plain colour has one code up to the picture's edge.
     """
 
     levels: tuple[int, ...] = (8, 8, 8, 8)
@@ -39,6 +41,7 @@ class TokenizerArch:
     decoder_widths: tuple[int, ...] = (320, 256, 128, 64)
     decoder_blocks: tuple[int, ...] = (2, 2, 2, 1)
     encoder_norm: Norm = "cell"
+    encoder_padding: Padding = "zeros"
 
     def __post_init__(self) -> None:
         for name in ("levels", "encoder_widths", "encoder_blocks", "decoder_widths", "decoder_blocks"):
@@ -69,6 +72,7 @@ class Quantized(NamedTuple):
 
     cells: Tensor  # (B, D, H, W)
     codes: Tensor  # (B, H, W) int64
+    latents: Tensor  # (B, H, W, D) before rounding, in levels
 
 
 class Reconstruction(NamedTuple):
@@ -76,6 +80,7 @@ class Reconstruction(NamedTuple):
 
     pixels: Tensor  # (B, 3, H, W)
     codes: Tensor  # (B, H/f, W/f) int64
+    latents: Tensor  # (B, H/f, W/f, D) before rounding, in levels
 
 
 class FiniteScalarQuantizer(nn.Module):
@@ -101,7 +106,7 @@ class FiniteScalarQuantizer(nn.Module):
         digits = torch.round(bounded + half)
         codes = (digits.long() * self.strides).sum(-1)
         rounded = bounded + (digits - half - bounded).detach()
-        return Quantized((rounded / half).movedim(-1, 1), codes)
+        return Quantized((rounded / half).movedim(-1, 1), codes, bounded + half)
 
     def lookup(self, codes: Tensor) -> Tensor:
         """Cells of given codes."""  # (B, H, W) -> (B, D, H, W)
@@ -129,12 +134,12 @@ def _norm(kind: Norm, width: int) -> nn.Module:
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions beside the identity; starts as the identity."""
 
-    def __init__(self, width: int, norm: Norm) -> None:
+    def __init__(self, width: int, norm: Norm, padding: Padding = "zeros") -> None:
         super().__init__()
         self.norm1 = _norm(norm, width)
-        self.conv1 = nn.Conv2d(width, width, 3, padding=1)
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1, padding_mode=padding)
         self.norm2 = _norm(norm, width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, padding_mode=padding)
         nn.init.zeros_(self.conv2.weight)
         if self.conv2.bias is not None:
             nn.init.zeros_(self.conv2.bias)
@@ -159,13 +164,13 @@ class Encoder(nn.Sequential):
     """Pixels to unrounded cells."""
 
     def __init__(self, arch: TokenizerArch) -> None:
-        widths, norm = arch.encoder_widths, arch.encoder_norm
-        layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 3, padding=1)]
+        widths, norm, padding = arch.encoder_widths, arch.encoder_norm, arch.encoder_padding
+        layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 3, padding=1, padding_mode=padding)]
         for stage, (width, blocks) in enumerate(zip(widths, arch.encoder_blocks, strict=True)):
             if stage:
                 layers += [nn.SiLU()] if arch.encoder_blocks[stage - 1] == 0 else []
-                layers.append(nn.Conv2d(widths[stage - 1], width, 4, stride=2, padding=1))
-            layers += [ResidualBlock(width, norm) for _ in range(blocks)]
+                layers.append(nn.Conv2d(widths[stage - 1], width, 4, stride=2, padding=1, padding_mode=padding))
+            layers += [ResidualBlock(width, norm, padding) for _ in range(blocks)]
         layers += [_norm(norm, widths[-1]), nn.SiLU(), nn.Conv2d(widths[-1], len(arch.levels), 1)]
         super().__init__(*layers)
 
@@ -208,7 +213,7 @@ class VQTokenizer(nn.Module):
     def forward(self, pixels: Tensor) -> Reconstruction:
         """Reconstruction with gradients, not clamped; what training wants."""
         quantized = self.quantizer(self.encoder(pixels.contiguous(memory_format=torch.channels_last)))
-        return Reconstruction(self.decoder(quantized.cells), quantized.codes)
+        return Reconstruction(self.decoder(quantized.cells), quantized.codes, quantized.latents)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:

@@ -59,6 +59,10 @@ class Recipe:
     small: float = 0.15  # of single sprites on a plain background; on scenery half are small
     style_implied: float = 0.3  # of the default style's pictures
     flip: float = 0.0
+    zoom: float = (
+        1.4  # photographs are shown at up to this scale, so that no two look alike and none is learnt by heart
+    )
+    soft: float = 0.7  # of sceneries behind a sprite: out of focus
     people_weight: float = 0.5
     portrait_weight: float = 0.4
     style_weights: dict[str, float] = field(default_factory=lambda: {DEFAULT_STYLE: 2.0, "fluent-3d-anim": 0.3})
@@ -101,6 +105,8 @@ class Scenes:
     bottom: np.ndarray  # (B,)
     backdrop: np.ndarray  # (B,) row of a photograph behind everything
     backdrop_flip: np.ndarray  # (B,) bool
+    backdrop_view: np.ndarray  # (B, 3) scale of the photograph, and which part of it is seen, from 0 to 1 along x and y
+    backdrop_soft: np.ndarray  # (B,) bool, out of focus
     rows: np.ndarray  # (B, 2) sprites; the second one only in pairs
     sizes: np.ndarray  # (B, 2) pixels
     x: np.ndarray  # (B, 2)
@@ -111,6 +117,9 @@ class Scenes:
 
     def __len__(self) -> int:
         return len(self.top)
+
+
+_SOFT = 16  # patches along a side that a scenery out of focus is averaged over
 
 
 class _Chooser:
@@ -190,6 +199,8 @@ class Composer:
             bottom=bottom,
             backdrop=backdrop,
             backdrop_flip=rng.random(count) < recipe.flip,
+            backdrop_view=np.stack([rng.uniform(1, recipe.zoom, count), *rng.random((2, count))], axis=1),
+            backdrop_soft=~alone & (rng.random(count) < recipe.soft),
             rows=rows,
             sizes=sizes,
             x=x,
@@ -292,7 +303,7 @@ class Painter:
         top, bottom = (self._palette[self._to(colours)][:, None, None] for colours in (scenes.top, scenes.bottom))
         ramp = torch.linspace(0, 1, px, device=self.device)[:, None, None]
         canvas = (top + (bottom - top) * ramp).expand(-1, px, px, 3).contiguous()  # (B, px, px, 3)
-        self._paste(canvas, np.flatnonzero(scenes.backdrop >= 0), scenes.backdrop, scenes.backdrop_flip)
+        self._hang(canvas, scenes)
         for slot in (0, 1):
             for size in np.unique(scenes.sizes[scenes.rows[:, slot] >= 0, slot]):
                 which = np.flatnonzero((scenes.rows[:, slot] >= 0) & (scenes.sizes[:, slot] == size))
@@ -300,25 +311,48 @@ class Painter:
                 self._paste(canvas, which, scenes.rows[:, slot], scenes.flips[:, slot], int(size), corner)
         return canvas.mul_(2).sub_(1).movedim(-1, 1)
 
+    def _hang(self, canvas: Tensor, scenes: Scenes) -> None:
+        """Photographs over whole canvases: a part of each, flipped or not, in focus or not."""
+        which = np.flatnonzero(scenes.backdrop >= 0)
+        if not len(which):
+            return
+        px = self.sizes.canvas
+        pictures = self._banks[px][self._to(self._found(px, scenes.backdrop[which]))][..., :3] / 255.0
+        scale, left, top = self._to(scenes.backdrop_view[which].astype(np.float32)).T
+        flip = torch.where(self._to(scenes.backdrop_flip[which]), -1.0, 1.0)
+        nought = torch.zeros_like(scale)
+        spare = 1 - 1 / scale  # what lies outside the part that is seen, on both sides together
+        across = torch.stack([flip / scale, nought, spare * (2 * left - 1)], dim=1)
+        down = torch.stack([nought, 1 / scale, spare * (2 * top - 1)], dim=1)
+        seen = F.affine_grid(torch.stack([across, down], dim=1), [len(which), 3, px, px], align_corners=False)
+        shown = F.grid_sample(pictures.movedim(-1, 1), seen, padding_mode="border", align_corners=False)
+        soft = F.interpolate(F.avg_pool2d(shown, px // _SOFT), size=(px, px), mode="bilinear")
+        shown = torch.where(self._to(scenes.backdrop_soft[which])[:, None, None, None], soft, shown)
+        canvas[self._to(which)] = shown.movedim(1, -1)
+
+    def _found(self, size: int, rows: np.ndarray) -> np.ndarray:
+        """Places of rows of the pack in the bank of a size."""
+        places = self._places[size][rows]
+        if (places < 0).any():
+            missing = int(rows[places < 0][0])
+            raise ConfigError(f"row {missing} of the pack is not on the device at {size} px; give the painter its row")
+        return places
+
     def _paste(
         self,
         canvas: Tensor,
         which: np.ndarray,
         rows: np.ndarray,
         flips: np.ndarray,
-        size: int | None = None,
-        corner: tuple[np.ndarray, np.ndarray] | None = None,
+        size: int,
+        corner: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        """Lay pictures over the canvases `which`, at a corner of their own or, by default, over all of it."""
+        """Lay pictures of one size over the canvases `which`, each at a corner of its own."""
         if not len(which):
             return
         px = self.sizes.canvas
-        size = size or px
-        places = self._places[size][rows[which]]
-        if (places < 0).any():
-            missing = int(rows[which][places < 0][0])
-            raise ConfigError(f"row {missing} of the pack is not on the device at {size} px; give the painter its row")
-        x, y = corner if corner is not None else (np.zeros_like(which), np.zeros_like(which))
+        places = self._found(size, rows[which])
+        x, y = corner
         along = torch.arange(px, device=self.device)
         across, down = along - self._to(x)[:, None], along - self._to(y)[:, None]  # (n, px)
         inside = ((down >= 0) & (down < size))[:, :, None] & ((across >= 0) & (across < size))[:, None]  # (n, px, px)

@@ -1,8 +1,9 @@
 """Trains the tiny family's image tokenizer: `underdraw train tokenizer --pack P --lpips L --out DIR`.
 
-L1 + L2 + LPIPS on composed pictures, AdamW with a cosine over a budget of seconds, an exponential moving average of the
-weights, which is what is written. The output folder is also the checkpoint: run the same command again after an
-interruption and it goes on from the last one, with fresh optimiser moments behind a short warm-up.
+L1 + L2 + LPIPS on composed pictures, and a loss that makes codes repeat where the picture does. AdamW with a cosine
+over a budget of seconds, an exponential moving average of the weights, which is what is written. The output folder is
+also the checkpoint: run the same command again after an interruption and it goes on from the last one, with fresh
+optimiser moments behind a short warm-up.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class TokenizerTraining:
     weight_decay: float = 1e-4
     l2_weight: float = 0.5
     lpips_weight: float = 1.0
+    steady_weight: float = 0.2  # how much codes should repeat where the picture does
     held_out: int = 256
     report_every: float = 15.0
     evaluate_every: float = 60.0
@@ -79,11 +81,13 @@ class Quality:
     codes_used: int
     perplexity: float
     kept: float  # share of cells inside a sprite whose code stays when the background changes
+    repeated: float  # share of neighbouring cells with the same pixels that have the same code
 
     def __str__(self) -> str:
         return (
             f"held-out PSNR {self.psnr:.2f} dB, L1 {self.l1:.4f}, LPIPS {self.lpips:.4f}, "
-            f"{self.codes_used} codes used, perplexity {self.perplexity:.0f}, codes kept {self.kept:.3f}"
+            f"{self.codes_used} codes used, perplexity {self.perplexity:.0f}, codes kept {self.kept:.3f}, "
+            f"repeated {self.repeated:.3f}"
         )
 
 
@@ -135,6 +139,7 @@ class Evaluator:
             codes_used=int((usage > 0).sum()),
             perplexity=math.exp(torch.special.entr(usage).sum().item()),
             kept=self._kept(model),
+            repeated=self._repeated(model),
         )
 
     def _kept(self, model: VQTokenizer) -> float:
@@ -145,6 +150,44 @@ class Evaluator:
         with _autocast(self.painter.device):
             agree = model.encode(first) == model.encode(second)
         return (agree & covered).sum().item() / max(1, covered.sum().item())
+
+    def _repeated(self, model: VQTokenizer) -> float:
+        """On the twins, which have plain backgrounds."""
+        first, _ = self._twins
+        with _autocast(self.painter.device):
+            codes = model.encode(first)
+        same = [(codes.roll(1, axis) == codes)[equal] for axis, equal in alike(first, model.downsample)]
+        return torch.cat(same).float().mean().item()
+
+
+def alike(pixels: Tensor, cell: int) -> list[tuple[int, Tensor]]:
+    """For rows and columns, the axis and which cells (B, H, W) have the very pixels of the one before them."""
+    found = []
+    for axis in (1, 2):
+        differs = (pixels - pixels.roll(cell, axis + 1)).abs().amax(1, keepdim=True)  # (B, 1, H f, W f)
+        equal = nn.functional.max_pool2d(differs, cell)[:, 0] == 0
+        equal.select(axis, 0).fill_(False)  # the first one has none before it
+        found.append((axis, equal))
+    return found
+
+
+def unsteadiness(latents: Tensor, pixels: Tensor, cell: int) -> Tensor:
+    """How far unrounded cells (B, H, W, D) lie from a level, and from the cells that show the very same pixels.
+
+    The second half of a batch shows the sprites of the first half on other backgrounds. A code that lies close to its
+    level, and repeats where the picture repeats, is a code that the next model can predict.
+    """
+    loss = (latents - latents.round().detach()).square().mean()
+    for axis, equal in alike(pixels, cell):
+        loss = loss + _mean((latents - latents.roll(1, axis)).square().mean(-1), equal)
+    first, second = pixels.chunk(2)
+    same = nn.functional.max_pool2d((first - second).abs().amax(1, keepdim=True), cell)[:, 0] == 0
+    one, two = latents.chunk(2)
+    return loss + _mean((one - two).square().mean(-1), same)
+
+
+def _mean(values: Tensor, where: Tensor) -> Tensor:
+    return (values * where).sum() / where.sum().clamp(min=1)
 
 
 def _autocast(device: torch.device) -> torch.autocast:
@@ -182,13 +225,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(share)
         with torch.no_grad():
-            pixels = self.painter.paint(self.composer.draw(options.batch, self._rng))
+            pixels = self._twins()
         with _autocast(self.device):
-            made = self._reconstruct(pixels).pixels.float()
-            lpips = self._lpips(made, pixels) if self._lpips is not None else made.new_zeros(())
-        difference = made - pixels
+            made = self._reconstruct(pixels)
+            drawn = made.pixels.float()
+            lpips = self._lpips(drawn, pixels) if self._lpips is not None else drawn.new_zeros(())
+        difference = drawn - pixels
         l1, l2 = difference.abs().mean(), difference.square().mean()
-        loss = l1 + options.l2_weight * l2 + options.lpips_weight * lpips
+        steady = unsteadiness(made.latents.float(), pixels, self.model.downsample)
+        loss = l1 + options.l2_weight * l2 + options.lpips_weight * lpips + options.steady_weight * steady
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -197,7 +242,23 @@ class Trainer:
         decay = min(options.ema, self.steps / (self.steps + 10))
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - decay)
-        return {"loss": loss.detach(), "l1": l1.detach(), "lpips": lpips.detach()}
+        return {"loss": loss.detach(), "l1": l1.detach(), "lpips": lpips.detach(), "unsteady": steady.detach()}
+
+    def _twins(self) -> Tensor:
+        """A batch of pictures, the second half with the first half's sprites on other backgrounds."""
+        scenes = self.composer.draw(self.options.batch // 2, self._rng)
+        others = self.composer.draw(self.options.batch // 2, self._rng)
+        sprites = scenes.rows[:, 0] >= 0
+        backdrop = np.where(sprites & (others.rows[:, 0] < 0), -1, others.backdrop)  # a photograph is no background
+        twins = dataclasses.replace(
+            scenes,
+            top=np.where(sprites, others.top, scenes.top),
+            bottom=np.where(sprites, others.bottom, scenes.bottom),
+            backdrop=np.where(sprites, backdrop, scenes.backdrop),
+            backdrop_view=others.backdrop_view,
+            backdrop_soft=others.backdrop_soft & sprites,
+        )
+        return torch.cat([self.painter.paint(scenes), self.painter.paint(twins)])
 
 
 def train(trainer: Trainer, evaluator: Evaluator, out: Path, progress: Progress) -> Quality:
@@ -241,7 +302,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--init", type=Path, help="start from these weights instead of random ones")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default=defaults.compile)
+    parser.add_argument("--levels", type=int, nargs="+", default=[8, 5, 5, 5], help="of each dimension of a code")
     parser.add_argument("--encoder-norm", choices=("cell", "group"), default="cell")
+    parser.add_argument("--encoder-padding", choices=("zeros", "replicate"), default="replicate")
+    parser.add_argument("--steady-weight", type=float, default=defaults.steady_weight)
     parser.add_argument("--evaluate-every", type=float, default=defaults.evaluate_every, help="seconds; also saves")
     parser.add_argument("--smoke", action="store_true", help="a small model on a small part of the pack")
     return parser
@@ -261,9 +325,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report_every=options.report_every,
         evaluate_every=options.evaluate_every,
         compile=options.compile,
+        steady_weight=options.steady_weight,
         seed=options.seed,
     )
-    arch = dataclasses.replace(SMOKE_ARCH if options.smoke else TokenizerArch(), encoder_norm=options.encoder_norm)
+    arch = dataclasses.replace(
+        SMOKE_ARCH if options.smoke else TokenizerArch(), levels=tuple(options.levels),
+        encoder_norm=options.encoder_norm, encoder_padding=options.encoder_padding,
+    )  # fmt: skip
     progress = Progress()
     with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU, the same for every device
         torch.manual_seed(options.seed)

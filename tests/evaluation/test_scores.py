@@ -213,6 +213,25 @@ def test_missing_weights_are_named(metric: str, folders: Path, tmp_path: Path, m
         assert any(weight.name in done.err and weight.source in done.err for weight in WEIGHTS.values())
 
 
+def test_damaged_weights_are_named(folders: Path, tmp_path: Path) -> None:
+    """A folder that is no CLIP, a file that is cut off, and one with other tensors."""
+    clip, taste = tmp_path / WEIGHTS["clip"].name, tmp_path / WEIGHTS["aesthetic"].name
+    clip.mkdir()
+    taste.write_bytes(b"half a file")
+
+    def says() -> str:
+        done = call("evaluate", folders / "plain", "--metrics", "aesthetic", "--weights", tmp_path)
+        assert done.code == 2 and done.err.count("\n") == 1 and "fetch it again" in done.err
+        return done.err
+
+    assert str(clip) in says()
+    clip.rmdir()
+    tiny_clip(clip)
+    assert str(taste) in says()
+    torch.save({"other": torch.zeros(3)}, taste)
+    assert str(taste) in says()
+
+
 def test_missing_packages_are_named(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("torch_fidelity", "torch_fidelity.feature_extractor_inceptionv3", "open_clip"):
         monkeypatch.setitem(__import__("sys").modules, module, None)

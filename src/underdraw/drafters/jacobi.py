@@ -104,7 +104,7 @@ class JacobiSession:
         self.guess.scatter_(1, steps, torch.where(depths >= 0, choices, self.guess.gather(1, steps)))
 
     def _redraw(self, outcome: Outcome) -> Tensor:
-        """New guesses (B, N), as columns, for the steps after the nodes of the chain; their laws are kept."""
+        """New guesses (B, N), as columns, for the steps after the nodes of the chain; their laws are remembered."""
         depths, draws = outcome.tree.depths, outcome.draws
         scaled = draws.scaled(outcome.output.logits, depths + 1)
         self.passes += 1
@@ -115,7 +115,10 @@ class JacobiSession:
             columns = (scaled + draws.gumbel("draft", self.passes)[:, : depths.shape[1]]).argmax(-1)
             laws = scaled.softmax(-1)
         self.drawn = _Drawn(laws, depths >= 0, self.steps)
-        return columns
+        # What was accepted is no guess any more; the cells below start from it.
+        order = torch.arange(depths.shape[1], device=depths.device)
+        accepted = self.layout.columns_of(outcome.tree.tokens.roll(-1, 1))
+        return torch.where(order + 1 < outcome.counts[:, None], accepted, columns)
 
 
 @dataclass(frozen=True, slots=True)

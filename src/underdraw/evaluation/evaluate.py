@@ -121,8 +121,12 @@ def _clip(question: Question, pictures: dict[int, Picture], asked: set[str], adv
     if "clip" in asked:
         found["clip"] = round(scores.clip_score(images, texts), 4)
     if "aesthetic" in asked:
-        state = torch.load(find("aesthetic", question.weights, "aesthetic"), map_location="cpu", weights_only=True)
-        values = scores.linear_head(state, torch.nn.functional.normalize(images, dim=-1))
+        path = find("aesthetic", question.weights, "aesthetic")
+        state = networks.load_state(path)
+        try:
+            values = scores.linear_head(state, torch.nn.functional.normalize(images, dim=-1))
+        except (*networks.BROKEN, StopIteration) as error:
+            raise networks.damaged(path, error) from None
         found["aesthetic"] = round(float(values.mean()), 4)
     return found
 

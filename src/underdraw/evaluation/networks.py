@@ -5,6 +5,7 @@ Each is loaded from a file that `weights` names; nothing is downloaded. Networks
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from underdraw.evaluation.extras import package
 from underdraw.evaluation.folders import pixels
 
 BATCH = 16
+BROKEN = (RuntimeError, OSError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
 Pictures = Callable[[Tensor], tuple[Tensor, Tensor]]
 """uint8 (B, 3, H, W) -> features (B, D) and logits (B, classes)."""
 
@@ -50,6 +52,20 @@ def look(network: Pictures, paths: Sequence[Path], advance: Callable[[int], None
     return torch.cat(features), torch.cat(logits)
 
 
+def load_state(path: Path) -> dict[str, Any]:
+    """The tensors of a file of torch; nothing in it is executed."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
+    except BROKEN as error:
+        raise damaged(path, error) from None
+
+
+def damaged(path: Path, error: Exception) -> CheckpointError:
+    reason = (str(error).splitlines() or [""])[0]
+    return CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {reason}); fetch it again.")
+
+
 def inception(path: Path) -> Pictures:
     """InceptionV3 as torch-fidelity ports it from the original FID."""
     module = package("torch_fidelity.feature_extractor_inceptionv3", "an Inception metric", "evaluate")
@@ -57,8 +73,8 @@ def inception(path: Path) -> Pictures:
         net = module.FeatureExtractorInceptionV3(
             "inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=str(path)
         )
-    except (RuntimeError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be loaded ({str(error).splitlines()[0]}); fetch it again.") from None
+    except BROKEN as error:
+        raise damaged(path, error) from None
     net.eval()
     return lambda pictures: net(pictures)
 
@@ -66,12 +82,13 @@ def inception(path: Path) -> Pictures:
 def clip(folder: Path) -> Pair:
     """CLIP as transformers loads it from a folder."""
     transformers = package("transformers", "a CLIP metric", "evaluate")
+    transformers.utils.logging.disable_progress_bar()  # the command has a bar of its own
     try:
         model = transformers.CLIPModel.from_pretrained(folder, local_files_only=True).eval()
         images = transformers.CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
         words = transformers.CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded ({str(error).splitlines()[0]}); fetch it again.") from None
+    except BROKEN as error:
+        raise damaged(folder, error) from None
     longest = model.config.text_config.max_position_embeddings
 
     @torch.inference_mode()
@@ -92,11 +109,11 @@ def hps(path: Path) -> Pair:
     """HPSv2: a CLIP ViT-H-14 of open_clip with weights of its own."""
     open_clip = package("open_clip", "hps", "evaluate")
     model, _, prepare = open_clip.create_model_and_transforms("ViT-H-14")
-    state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    state = load_state(path)
     try:
         model.load_state_dict(state.get("state_dict", state))
-    except (RuntimeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not HPSv2 ({str(error).splitlines()[0]}); fetch it again.") from None
+    except BROKEN as error:
+        raise damaged(path, error) from None
     model.eval()
     words = open_clip.get_tokenizer("ViT-H-14")
 

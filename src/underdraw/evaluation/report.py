@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from underdraw.evaluation.figures import TITLES, Run, draw_all
+from underdraw.evaluation.presets import PRESETS
 from underdraw.evaluation.store import picture_name, read_json
 from underdraw.evaluation.summary import MAPS, read_summary
 from underdraw.evaluation.tables import COSTS, HEAD, LEGEND, as_html, cost_lines, lines, same_depth
@@ -38,9 +39,11 @@ def write_report(folder: Path) -> list[Path]:
 def page(title: str, summary: dict[str, Any], figures: Sequence[Path]) -> str:
     """The report as HTML."""
     name = summary["settings"].get("preset") or title
+    question = PRESETS[name].question if name in PRESETS else ""
     parts = [
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>underdraw bench: {html.escape(name)}</title>",
         f"<style>{STYLE}</style><h1>{html.escape(name)}</h1>",
+        f"<p>{html.escape(question)}</p>",
         as_html(HEAD, lines(summary)),
         f"<p class='small'>{html.escape(LEGEND)}</p>",
         *(f"<p>{html.escape(sentence)}</p>" for sentence in same_depth(summary)),
@@ -50,8 +53,9 @@ def page(title: str, summary: dict[str, Any], figures: Sequence[Path]) -> str:
         told = html.escape(TITLES[figure.stem])
         parts.append(f"<h2>{told}</h2><img alt='{told}' src='data:image/png;base64,{data}'>")
     parts += ["<h2>Does the time follow from passes, nodes and levels?</h2>", as_html(COSTS, cost_lines(summary))]
-    methods = [[m["name"], m["tree"], m["verifier"], m["drafter"], m["proposal"]] for m in summary["methods"].values()]
-    parts += ["<h2>Methods</h2>", as_html(("method", "tree", "verifier", "drafter", "proposal"), methods)]
+    columns = ("name", "tree", "verifier", "drafter", "proposal", "about")
+    methods = [[method[column] for column in columns] for method in summary["methods"].values()]
+    parts += ["<h2>Methods</h2>", as_html(columns, methods)]
     facts = {**summary["settings"], **(summary.get("machine") or {})}
     parts += ["<h2>Settings and machine</h2>", as_html(("what", "value"), [[k, str(v)] for k, v in facts.items()])]
     return "\n".join([*parts, "</html>\n"])

@@ -6,6 +6,8 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from underdraw.evaluation.methods import PLAIN
 
 HEAD = (
@@ -87,8 +89,6 @@ def same_depth(summary: dict[str, Any]) -> list[str]:
 
 def _between(points: Sequence[tuple[float, float, float]], depth: float) -> tuple[float, float]:
     """tau and speed-up at a depth between those of the points, on straight lines."""
-    import numpy as np
-
     depths, taus, speeds = zip(*points, strict=True)
     return float(np.interp(depth, depths, taus)), float(np.interp(depth, depths, speeds))
 

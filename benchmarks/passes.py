@@ -1,0 +1,49 @@
+"""What a target pass costs by the number of nodes, on this machine: `python benchmarks/passes.py [MODEL]`.
+
+The passes are those of a half-finished picture with guidance. The least and the median of several are shown: a busy
+machine moves the median.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+import torch
+
+from underdraw.loading import load_model, placement
+from underdraw.models.checkpoint import open_checkpoint
+from underdraw.tree import chain
+
+NODES, TIMES = (1, 4, 8, 12, 16, 24, 32, 48, 64), 15
+
+
+@torch.inference_mode()
+def main() -> None:
+    model = load_model(open_checkpoint(sys.argv[1] if len(sys.argv) > 1 else "tiny"), placement("cpu", "auto"))
+    size = model.sizes[0]
+    layout, target = model.layout(size), model.target
+    session = target.open([model.prompt("a ghost", None, size)], layout, guidance=model.settings.guidance)
+    rows, half = len(session.lengths), layout.start + layout.cells // 2
+    steps = torch.arange(layout.start, half).expand(rows, -1)
+    drawn = torch.randint(layout.codes.start, layout.codes.stop, (1, steps.shape[1])).expand(rows, -1)
+    rotation = target.net.arch.rope.raster(layout, steps, session.offset)
+    counts = [steps.shape[1]] * rows
+    session.stream.extend(target.net.embed(drawn), rotation, torch.tensor(counts), counts)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {model.placement.dtype}, {rows} rows")
+    for count in NODES:
+        tree = chain(torch.randint(layout.codes.start, layout.codes.stop, (1, count)))
+        seconds = []
+        for _ in range(TIMES):
+            began = time.perf_counter()
+            session.run(tree, torch.tensor([half]))
+            seconds.append(time.perf_counter() - began)
+            session.stream.forget()
+        print(
+            f"{count:3d} nodes  {1000 * min(seconds):6.1f} ms least  {1000 * statistics.median(seconds):6.1f} ms median"
+        )
+
+
+if __name__ == "__main__":
+    main()

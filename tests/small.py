@@ -30,7 +30,7 @@ TOKENS = SIDE**2 - 1  # that passes draw; the first one comes with the prompt
 
 def write(folder: Path, *, side: int = SIDE, drafter: bool = True) -> Path:
     """Write the model; the same bytes every time."""
-    text = TextTokenizer([], [" fox", " red", " blue"], max_length=24)
+    text = TextTokenizer([], [" fox", " red", " blue", " ghost", " render", " purple", " background"], max_length=24)
     layout = Layout(side, side, range(text.size, text.size + IMAGES.codes))
     net = Transformer(tiny_arch(text.size, IMAGES.codes, dim=64, layers=1))
     toy.randomise(net, 3, head=2.0)

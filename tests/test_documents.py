@@ -32,7 +32,8 @@ def blocks(page: Path, kind: str) -> list[str]:
 
 
 def shell(command: str, folder: Path = ROOT) -> str:
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}  # tests share the machine
     done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -139,7 +139,7 @@ CASES = [
     Case("tree file", ONE + "--tree static:shape={here}/no.json", "cannot be read"),
     Case("unknown verifier", ONE + "--verifier exakt", "Did you mean 'exact'?"),
     Case("verifier value", ONE + "--verifier lantern:delta=7", "must lie in [0, 1]"),
-    Case("verifier and drafter", TWO + "--verifier rejection --drafter jacobi", "rejection needs"),
+    Case("verifier and drafter", TWO + "--verifier rejection --drafter forced", "rejection needs"),
     Case("unknown drafter", ONE + "--drafter eagel", "there is no drafter 'eagel'"),
     Case("drafter without weights", ONE + "--drafter {here}", "holds no weights"),
     Case("drafter of another", ONE + "--drafter {here}/drafter", "was trained for a target", other_drafter),

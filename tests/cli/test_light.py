@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from commands import call
@@ -29,12 +29,14 @@ def test_help_needs_no_torch(words: list[str]) -> None:
 
 
 def test_help_answers_in_half_a_second() -> None:
-    """Once in a few tries will do: the machine may be busy with something else."""
+    """Of its own time: the machine may be busy with something else. Once in a few tries will do."""
     seconds: list[float] = []
-    while len(seconds) < 12 and min(seconds, default=1.0) >= 0.5:
-        began = time.perf_counter()
+    while len(seconds) < 6 and min(seconds, default=1.0) >= 0.5:
+        before = os.times()
         subprocess.run([sys.executable, "-m", "underdraw", "generate", "--help"], check=True, capture_output=True)
-        seconds.append(time.perf_counter() - began)
+        after = os.times()
+        spent = after.children_user + after.children_system - before.children_user - before.children_system
+        seconds.append(spent)
     assert min(seconds) < 0.5
 
 

@@ -15,6 +15,7 @@ import toy
 from tables import TableDrafter, TableTarget, draw, tables
 from torch import Tensor
 
+from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.drafters.neighbour import Neighbour
 from underdraw.engine.decode import decode
@@ -155,7 +156,7 @@ BAD = [
         ("'coupled'", "lantern", "use topk or sampled"),
     ),
     Bad("lantern without codebook", lambda: run(verifier=Lantern()), ("codebook", "Lantern().bind(codebook)")),
-    Bad("rejection without q", lambda: run(verifier=Rejection(), drafter=Jacobi()), ("rejection", "'sampled'", "no q")),
+    Bad("rejection without q", lambda: run(verifier=Rejection(), drafter=Forced()), ("rejection", "'sampled'", "no q")),
     Bad("seeds and prompts", lambda: run(seeds=(0, 1)), ("1 prompts", "2 seeds", "one seed per prompt")),
     Bad("negative guidance", lambda: run(guidance=-1.0), ("guidance -1.0", "at least 0", "1 turns it off")),
     Bad("guidance nan", lambda: run(guidance=math.nan), ("guidance nan", "1 turns it off")),

@@ -13,6 +13,7 @@ from underdraw.drafters.eagle import Eagle, EagleNet
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.model import Model
 from underdraw.engine.decode import decode
+from underdraw.engine.graphs import Graphs
 from underdraw.history import History, Step
 from underdraw.layout import Layout
 from underdraw.nn.linear import input_major
@@ -120,6 +121,7 @@ def run(
     first: int = 0,
     rows: Sequence[Prompt] | None = None,
     laws: str = "skip",
+    graphs: Graphs | None = None,
 ) -> tuple[Tensor, list[History], list[Step]]:
     """Tokens (B, steps), histories and steps of one decode; `first` is the prompt that seeds[0] goes with."""
     device = of.net.head.weight.device
@@ -137,6 +139,7 @@ def run(
             proposal=proposal,
             histories=histories,
             laws=laws,  # type: ignore[arg-type]
+            graphs=graphs,
         )
     )
     return torch.stack([torch.from_numpy(h.tokens) for h in histories]), histories, steps

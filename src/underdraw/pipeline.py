@@ -24,8 +24,9 @@ from underdraw.drafters.block import Block
 from underdraw.drafters.eagle import Eagle
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.engine.costs import measure, remember, remembered
+from underdraw.engine.costs import affordable, known_costs
 from underdraw.engine.decode import Laws, check_guidance, decode
+from underdraw.engine.graphs import Compile, graphs_for
 from underdraw.errors import CapacityError, ConfigError, UnsupportedError, unknown
 from underdraw.history import History, Step
 from underdraw.job import Generator, Job, Seed, seeds_of, texts_of
@@ -59,9 +60,10 @@ class Pipeline:
 
     def __init__(
         self, model: Model, *, drafter: str | Drafter = "auto", tree: str | TreePolicy = "auto",
-        verifier: str | Verifier = "exact", proposal: str = "auto",
+        verifier: str | Verifier = "exact", proposal: str = "auto", compile: Compile = "auto",
     ) -> None:  # fmt: skip
-        self.model = model
+        self.model, self.compile = model, compile
+        self.graphs = graphs_for(self.device, compile)
         self.drafter_name = ""
         self._drafter_folder: Path | None = None  # where LANTERN's table may lie
         self.drafter: Drafter = self._make_drafter(drafter)
@@ -74,12 +76,13 @@ class Pipeline:
     def from_pretrained(
         cls, model: str | Path = "tiny", *, drafter: str | Drafter = "auto", tree: str | TreePolicy = "auto",
         verifier: str | Verifier = "auto", proposal: str = "auto", dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto", revision: str | None = None, token: str | None = None,
-        cache_dir: str | None = None, local_files_only: bool = False,
+        device: str | torch.device = "auto", compile: Compile = "auto", revision: str | None = None,
+        token: str | None = None, cache_dir: str | None = None, local_files_only: bool = False,
     ) -> Pipeline:  # fmt: skip
         """Load a checkpoint: "tiny", a folder or file, or an `owner/name` of the Hugging Face hub.
 
-        "auto" is what the checkpoint was saved with, or else its own drafter, our tree and `exact`.
+        "auto" is what the checkpoint was saved with, or else its own drafter, our tree and `exact`. `compile` says
+        whether passes are compiled, captured and replayed ("on", "off"); "auto" does so on a GPU.
         """
         checkpoint = open_checkpoint(model, Hub(revision, token, cache_dir, local_files_only))
         own = {"drafter": "auto", "tree": "auto", "verifier": "exact", **saved_choice(checkpoint.path)}
@@ -93,6 +96,7 @@ class Pipeline:
             tree=own["tree"] if tree == "auto" else tree,
             verifier=own["verifier"] if verifier == "auto" else verifier,
             proposal=proposal,
+            compile=compile,
         )
 
     @property
@@ -212,7 +216,7 @@ class Pipeline:
 
     def plain(self) -> Pipeline:
         """The same model without speculation: one token a pass, the law and noise that `exact` reproduces."""
-        return Pipeline(self.model, drafter="forced", tree="none", verifier="exact")
+        return Pipeline(self.model, drafter="forced", tree="none", verifier="exact", compile=self.compile)
 
     def interrupt(self) -> None:
         """End the running call after this pass; what is not drawn yet stays blank."""
@@ -269,7 +273,7 @@ class Pipeline:
         proposal = None if self.proposal == "auto" else cast(Proposal, self.proposal)
         return decode(
             self.model.target, drafter, self.policy(job), self.verifier, prompts, self.sampler(job),
-            guidance=job.guidance, proposal=proposal, histories=histories, laws=laws,
+            guidance=job.guidance, proposal=proposal, histories=histories, laws=laws, graphs=self.graphs,
         )  # fmt: skip
 
     def policy(self, job: Job) -> TreePolicy:
@@ -278,19 +282,14 @@ class Pipeline:
             return self.tree
         if not isinstance(self.drafter, Eagle | Block):
             return Chain(24)  # guesses that are all there at once want no tree
-        if self.device.type != "cpu":
-            return self.tree
         batch = min(len(job.prompts), 4)
         arch = self.model.target.net.arch
         key = (self.model.family, arch.dim, arch.layers, self.drafter_name, self.dtype, f"batch {batch}")
-        costs = remembered(key)
-        if costs is None:
-            prompt = self.model.prompt(job.prompts[0], job.negative, job.size)
-            sampler = Sampler(self.model.layout(job.size), range(batch), temperature=job.temperature)
-            costs = measure(self.model.target, self.drafter, Forced(), [prompt] * batch, sampler, job.guidance)
-            remember(key, costs)
+        prompts = [self.model.prompt(job.prompts[0], job.negative, job.size)] * batch
+        sampler = Sampler(self.model.layout(job.size), range(batch), temperature=job.temperature, device=self.device)
+        costs = known_costs(key, self.model.target, self.drafter, prompts, sampler, job.guidance, self.graphs)
         log.debug("passes cost %s", costs)
-        return Cost(costs.plain, costs.base, costs.node, costs.level)
+        return affordable(costs) if self.graphs is not None else Cost(costs.plain, costs.base, costs.node, costs.level)
 
     @torch.inference_mode()
     def pictures(self, histories: Sequence[History], output_type: OutputType = "pil") -> Any:
@@ -326,6 +325,7 @@ class Pipeline:
                 input_major(module)
         if isinstance(self.model.images, torch.nn.Module):
             self.model.images.to(place.device)
+        self.graphs = graphs_for(self.device, self.compile)
         if isinstance(self.verifier, Lantern):  # its table of neighbours moves too
             self.verifier = self.verifier.bind(self.model.images.codebook)
         return self

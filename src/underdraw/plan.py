@@ -14,6 +14,12 @@ from underdraw.errors import ConfigError
 
 MAX_NODES = 128  # of one tree, the root included: the room that every cache keeps free for it
 MAX_EXPANDED = 256  # nodes that a drafter may be asked to expand for one tree
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes that passes of fixed size are padded to
+
+
+def padded_size(count: int) -> int:
+    """The smallest of SIZES that holds so many nodes."""
+    return next(size for size in SIZES if size >= count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,14 @@ class TreePlan:
             level.append(min(level[-1], self.width) * self.branch)
         nodes = max(min(self.nodes, sum(level)), depth + 1)
         return TreePlan(depth, self.width, self.branch, nodes, floor=self.floor)
+
+    def rounded(self) -> TreePlan:
+        """A plan that holds this one, out of few: what captured passes are made for. Depth stays, since levels cost."""
+        if self.shape is not None or self.depth == 0:
+            return self
+        width, branch = (count if count < 3 else -(-count // 4) * 4 for count in (self.width, self.branch))
+        width = width if self.depth * width <= MAX_EXPANDED else self.width
+        return TreePlan(self.depth, width, branch, padded_size(self.nodes), floor=self.floor)
 
     def fixed(self) -> TreePlan:
         """A plan of the same size with a fixed shape, for proposals that may not look before they choose."""

@@ -10,6 +10,7 @@ which drafting and verification read together.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,6 +94,12 @@ class Sampler:
         self.top_k = top_k if top_k < len(layout.codes) else 0
         self.top_p = float(top_p)
         self.seeds = torch.tensor(list(seeds), dtype=torch.int64, device=device)  # (B,)
+
+    def copy(self) -> Sampler:
+        """The same settings with seeds of its own."""
+        other = copy.copy(self)
+        other.seeds = self.seeds.clone()
+        return other
 
     @property
     def greedy(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from underdraw.calibration import Calibration, constant
 from underdraw.errors import ConfigError
@@ -39,6 +40,21 @@ class DraftTree:
     @property
     def size(self) -> int:
         return self.tokens.shape[1]
+
+    def padded(self, size: int) -> DraftTree:
+        """The same trees with padding behind their nodes; trees that are as large stay what they are."""
+        more = size - self.size
+        if more <= 0:
+            return self
+        own = torch.eye(size, dtype=torch.bool, device=self.tokens.device)
+        return DraftTree(
+            functional.pad(self.tokens, (0, more)),
+            functional.pad(self.parents, (0, more)),
+            functional.pad(self.depths, (0, more), value=-1),
+            functional.pad(self.ancestors, (0, more, 0, more)) | own,
+            functional.pad(self.ranks, (0, more)),
+            None if self.q is None else functional.pad(self.q, (0, 0, 0, more)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

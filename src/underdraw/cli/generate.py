@@ -113,6 +113,7 @@ def generate(
     drafter: options.Drafter = "auto",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    compile: options.Compile = "auto",
     out: Out = None,
     force: Force = False,
     batch: Batch = 1,
@@ -130,7 +131,9 @@ def generate(
     )  # fmt: skip
     task.check()
     sampling = Sampling(guidance, temperature, top_k, top_p, negative, height, width)
-    parts = Parts(model=model, drafter=drafter, tree=tree, verifier=verifier, device=device, dtype=dtype)
+    parts = Parts(
+        model=model, drafter=drafter, tree=tree, verifier=verifier, device=device, dtype=dtype, compile=compile
+    )
     pipe = parts.load(quiet=task.silent)
     if task.many:
         from underdraw.cli.many import draw_many

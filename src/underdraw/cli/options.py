@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -49,6 +49,13 @@ Dtype = Annotated[
         help="auto (float32 on a CPU, bfloat16 on a GPU), float32, bfloat16 or float16.",
     ),
 ]  # fmt: skip
+Compile = Annotated[
+    Literal["auto", "on", "off"],
+    typer.Option(
+        rich_help_panel=PARTS,
+        help="Compile, capture and replay passes; auto does so on a GPU.",
+    ),
+]
 Guidance = Annotated[
     float | None,
     typer.Option(

@@ -27,6 +27,7 @@ class Parts:
     verifier: str
     device: str
     dtype: str
+    compile: Literal["auto", "on", "off"] = "auto"
 
     def load(self, *, quiet: bool) -> Pipeline:
         """The pipeline. torch is imported here."""
@@ -36,10 +37,13 @@ class Parts:
         with console.status(f"loading {self.model}"):
             from underdraw.pipeline import Pipeline
 
-            return Pipeline.from_pretrained(
+            pipe = Pipeline.from_pretrained(
                 self.model, drafter=self.drafter, tree=self.tree, verifier=self.verifier, device=self.device,
-                dtype=self.dtype,
+                dtype=self.dtype, compile=self.compile,
             )  # fmt: skip
+        if pipe.graphs is not None:
+            pipe.graphs.tell = console.print
+        return pipe
 
 
 @dataclass(frozen=True, slots=True)

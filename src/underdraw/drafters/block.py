@@ -72,23 +72,22 @@ class BlockSession(EagleSession):
         return replace(request, plan=request.plan.cut(self.block.slots.shape[0]))
 
     def follow(self, request: Request) -> None:
-        """Run the pending tokens and the slots; where all rows wait for as many tokens, both in one pass."""
+        """Run the pending tokens and the slots in one pass; slots see no place at which nothing was pending."""
         pending, depth = self.pending, request.plan.depth
         assert pending is not None, "a session drafts after it was opened or committed to"
         if depth == 0:
             return super().follow(request)
-        rows = self.offset.shape[0]
         order = torch.arange(depth, device=self.offset.device)
         steps = request.steps.repeat(self.copies)[:, None] + 1 + order  # (R, D)
         slots = self.block.queries(above_tokens(self.known, self.layout, steps, self.roots, self.copies))
-        if len(set(pending.known)) > 1:
-            super().follow(request)
-            before = (order[:, None] >= order).expand(rows, depth, depth)
-            self.ahead = self.stream.branch(slots, self.rotation(steps), order.expand(rows, depth), before)
-            return None
         x = torch.cat([self.waiting(request.root), slots], dim=1)
         turned = self.rotation(torch.cat([pending.steps, steps], dim=1))
-        self.ahead = self.stream.extend(x, turned, pending.counts, pending.known)[:, -depth:]
+        counts, width = pending.counts[:, None], pending.tokens.shape[1]
+        place = torch.arange(width + depth, device=order.device)
+        slot, empty = place >= width, (place >= counts) & (place < width)  # (N,), (R, N)
+        before = (place[:, None] >= place) & ~(slot[:, None] & empty[:, None])  # (R, N, N)
+        depths = torch.where(slot, counts + place - width, place)
+        self.ahead = self.stream.append(x, turned, pending.counts, pending.known, depths, before)[:, -depth:]
         return None
 
     def expander(self, request: Request) -> Expand:

@@ -18,9 +18,10 @@ from underdraw.layout import Layout
 from underdraw.nn.linear import Linear
 from underdraw.nn.stream import Stream
 from underdraw.nn.transformer import Arch, Transformer
-from underdraw.plan import MAX_EXPANDED
+from underdraw.plan import MAX_EXPANDED, MAX_NODES
 from underdraw.protocols import Opening, Prompt
 
+_ROOM = MAX_EXPANDED + MAX_NODES  # cache slots for nodes, and for pending tokens that turn out to be none
 ABOVE = ((-1, 0), (-1, 1))  # cells that lie above and above-right
 
 
@@ -56,6 +57,10 @@ class Eagle:
     calibration: Calibration | None = Calibration()
     image_offset: int | None = None
 
+    def opening(self, first: Opening) -> Opening:
+        """What the prompts said, as this head has learnt to read it."""
+        return first
+
     @torch.no_grad()
     def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> EagleSession:
         return EagleSession(self, layout, first, guidance)
@@ -66,18 +71,31 @@ class EagleSession(LevelSession):
 
     def __init__(self, drafter: Eagle, layout: Layout, first: Opening, guidance: float) -> None:
         net = drafter.net
-        stream = Stream(net.body, first.lengths.shape[0], max(first.known) + layout.stop - layout.start + MAX_EXPANDED)
-        # One place earlier than the token has in the target.
-        place = drafter.image_offset
-        offset = first.lengths - layout.start - 1 if place is None else torch.full_like(first.lengths, place - 1)
-        super().__init__(net.body, layout, guidance, drafter.calibration, stream, offset)
-        self.eagle = net
+        rows = first.lengths.shape[0]
+        first = drafter.opening(first)
+        stream = Stream(net.body, rows, max(first.known) + layout.stop - layout.start + _ROOM)
+        super().__init__(net.body, layout, guidance, drafter.calibration, stream, torch.zeros_like(first.lengths))
+        self.drafter, self.eagle = drafter, net
+        self._prompt(first)
+
+    @torch.no_grad()
+    def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
+        first, layout = self.drafter.opening(first), self.layout
+        needed = max(first.known) + layout.stop - layout.start + _ROOM
+        if len(first.known) != len(self.stream.known) or needed > self.stream.capacity:
+            return False
+        self.stream.reset()
+        self._prompt(first)
+        return True
+
+    def _prompt(self, first: Opening) -> None:
+        """Start with the prompt pending, one place earlier than its tokens have in the target."""
+        place, start = self.drafter.image_offset, self.layout.start
+        self.offset.copy_(first.lengths - start - 1 if place is None else torch.full_like(first.lengths, place - 1))
         tokens = torch.cat([first.prefix[:, 1:], first.prefix[:, :1]], dim=1).clamp(min=0)
-        index = torch.arange(max(first.known), device=offset.device)
-        steps = index + 1 - (first.lengths[:, None] - layout.start)
-        for step, token in enumerate(layout.prologue):
-            self.known[:, step] = token
-        self.pending = Pending(tokens, first.features, steps, first.lengths, first.known)
+        index = torch.arange(max(first.known), device=self.offset.device)
+        steps = index + 1 - (first.lengths[:, None] - start)
+        self.begin(Pending(tokens, first.features, steps, first.lengths, first.known))
 
     def rotation(self, steps: Tensor) -> Tensor:
         turned = super().rotation(steps.clamp(min=0))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from underdraw.layout import Layout
+from underdraw.nn.lasting import Frame, LastingDraft
 from underdraw.protocols import Opening, Outcome, Prompt, Request
 from underdraw.tree import DraftTree, chain, only_root
 
@@ -21,7 +22,7 @@ class Forced:
 
 
 @dataclass(frozen=True, slots=True)
-class ForcedSession:
+class ForcedSession(LastingDraft):
     layout: Layout
 
     def draft(self, request: Request) -> DraftTree:
@@ -32,4 +33,13 @@ class ForcedSession:
         return chain(tokens, self.layout.forced(request.steps + 1) * room)
 
     def commit(self, outcome: Outcome) -> None:
+        pass
+
+    def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
+        return True
+
+    def fix(self, frame: Frame) -> Hashable | None:
+        return ()
+
+    def note(self, known: tuple[int, ...]) -> None:
         pass

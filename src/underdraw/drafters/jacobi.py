@@ -10,7 +10,7 @@ drawn; its q is 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
+from underdraw.nn.lasting import Frame, LastingDraft
 from underdraw.plan import MAX_NODES
 from underdraw.protocols import Opening, Outcome, Prompt, Request
 from underdraw.tree import DraftTree, Proposal, chain
@@ -42,7 +43,7 @@ class Jacobi:
         return JacobiSession(self, layout, len(prompts), first.logits.device)
 
 
-class JacobiSession:
+class JacobiSession(LastingDraft):
     """Guesses for every step to come; a guess lasts until its step is committed."""
 
     def __init__(self, drafter: Jacobi, layout: Layout, batch: int, device: torch.device) -> None:
@@ -52,6 +53,19 @@ class JacobiSession:
         self.proposal: Proposal = "coupled"  # of the last request
         self.passes = 0
         self.drawn: _Drawn | None = None
+
+    def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
+        if len(prompts) != self.guess.shape[0]:
+            return False
+        self.guess.fill_(-1)
+        self.passes, self.drawn = 0, None
+        return True
+
+    def fix(self, frame: Frame) -> Hashable | None:
+        return None if frame.proposal == "sampled" else ()  # drawing guesses anew counts passes on the host
+
+    def note(self, known: tuple[int, ...]) -> None:
+        pass
 
     def draft(self, request: Request) -> DraftTree:
         self.steps, self.proposal = request.steps, request.proposal
@@ -114,7 +128,7 @@ class JacobiSession:
         else:
             columns = (scaled + draws.gumbel("draft", self.passes)[:, : depths.shape[1]]).argmax(-1)
             laws = scaled.softmax(-1)
-        self.drawn = _Drawn(laws, depths >= 0, self.steps)
+        self.drawn = _Drawn(laws, depths >= 0, self.steps.clone())
         # What was accepted is no guess any more; the cells below start from it.
         order = torch.arange(depths.shape[1], device=depths.device)
         accepted = self.layout.columns_of(outcome.tree.tokens.roll(-1, 1))

@@ -6,6 +6,7 @@ grows on top of it and is forgotten. Subclasses say what one input looks like.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from underdraw.calibration import Calibration
 from underdraw.layout import Layout
+from underdraw.nn.lasting import Frame, LastingDraft
 from underdraw.nn.session import guided
 from underdraw.nn.stream import Stream
-from underdraw.nn.transformer import Transformer
+from underdraw.nn.transformer import PLAIN, Transformer
+from underdraw.plan import MAX_NODES, padded_size
 from underdraw.protocols import Outcome, Request
 from underdraw.tree import DraftTree, Expand, Level, grow
 
@@ -30,8 +33,22 @@ class Pending:
     counts: Tensor  # (R,)
     known: tuple[int, ...]  # the same on the host
 
+    def view(self, width: int, known: tuple[int, ...]) -> Pending:
+        """The first places of buffers."""
+        features = None if self.features is None else self.features[:, :width]
+        return Pending(self.tokens[:, :width], features, self.steps[:, :width], self.counts, known)
 
-class LevelSession:
+    def fill(self, other: Pending) -> None:
+        """Copy what is pending into the first places of these buffers."""
+        width = other.tokens.shape[1]
+        self.tokens[:, :width].copy_(other.tokens)
+        self.steps[:, :width].copy_(other.steps)
+        self.counts.copy_(other.counts)
+        if self.features is not None and other.features is not None:
+            self.features[:, :width].copy_(other.features)
+
+
+class LevelSession(LastingDraft):
     """Follows one batch. `offset` (R,) is the sequence place of step 0, as in the target."""
 
     def __init__(
@@ -51,6 +68,10 @@ class LevelSession:
         self.roots = torch.zeros(batch, dtype=torch.int64, device=offset.device)  # (B,) step of the last root
         self.pending: Pending | None = None
         self.top = torch.empty(0)  # (R, 1, D) output at the root
+        self.buffers: Pending | None = None  # what captured passes leave to each other, MAX_NODES places wide
+        self.width: int | None = None  # how many of those places are pending; None while it is the prompt
+        self.next_width = 0
+        self.owed: tuple[int, ...] = ()  # tokens that the next pass appends to the stream, a row
 
     def inputs(self, tokens: Tensor, features: Tensor | None, steps: Tensor) -> Tensor:
         """Embeddings (R, N, dim) of tokens at `steps` (R, N), given the features before them."""
@@ -77,6 +98,34 @@ class LevelSession:
     def expander(self, request: Request) -> Expand:
         """What answers the levels of one tree."""
         return Grower(self, request.steps.repeat(self.copies)).expand
+
+    def begin(self, pending: Pending) -> None:
+        """Start anew with the prompt pending."""
+        self.known.fill_(-1)
+        for step, token in enumerate(self.layout.prologue):
+            self.known[:, step] = token
+        self.pending, self.width, self.owed = pending, None, pending.known
+
+    def fix(self, frame: Frame) -> Hashable | None:
+        pending, plan = self.pending, frame.plan
+        assert pending is not None
+        if self.buffers is None:
+            rows, device = self.offset.shape[0], self.offset.device
+            spare = torch.zeros(rows, MAX_NODES, dtype=torch.int64, device=device)
+            features = pending.features
+            wide = None if features is None else features.new_zeros(rows, MAX_NODES, features.shape[-1])
+            self.buffers = Pending(spare, wide, spare.clone(), spare[:, 0].clone(), ())
+        self.next_width = padded_size(plan.depth + 1)
+        span = self.stream.fix(pending.tokens.shape[1] + max(plan.depth * plan.width, 1), frame.quantum)
+        prompt = self.width is None
+        self.stream.regions, self.stream.kernel = PLAIN if prompt else frame.regions, frame.kernel
+        return None if prompt else (self.width, span)
+
+    def note(self, known: tuple[int, ...]) -> None:
+        assert self.buffers is not None
+        self.stream.note(self.owed)
+        self.width, self.owed = self.next_width, known * self.copies
+        self.pending = self.buffers.view(self.width, self.owed)
 
     def follow(self, request: Request) -> None:
         """Run the pending tokens through the network; its output at the root starts the tree."""
@@ -107,9 +156,14 @@ class LevelSession:
         after = torch.cat([drafted[:, 1:], drafted[:, :1]], dim=1).repeat(copies, 1)
         width = outcome.output.features.shape[-1]
         features = outcome.output.features.gather(1, path.repeat(copies, 1)[..., None].expand(-1, -1, width))
-        self.pending = Pending(
+        pending = Pending(
             after, features, (steps + 1).repeat(copies, 1), outcome.counts.repeat(copies), outcome.known * copies
         )
+        if self.stream.span is None:
+            self.pending = pending
+        else:
+            assert self.buffers is not None
+            self.buffers.fill(pending)
 
     def logits(self, features: Tensor) -> Tensor:
         """(R, W, D) -> guided (B, W, K)."""

@@ -12,7 +12,7 @@ from underdraw.calibration import Calibration
 from underdraw.drafters.level import LevelSession, Pending
 from underdraw.layout import Layout
 from underdraw.nn.session import DecoderSession, DecoderTarget
-from underdraw.plan import MAX_EXPANDED
+from underdraw.plan import MAX_EXPANDED, MAX_NODES
 from underdraw.protocols import Opening, Prompt
 
 
@@ -32,12 +32,23 @@ class ModelSession(LevelSession):
     """The small model reads tokens alone; the target's features are nothing to it."""
 
     def __init__(self, drafter: Model, prompts: Sequence[Prompt], layout: Layout, guidance: float) -> None:
-        session = DecoderSession(drafter.target, prompts, layout, guidance, room=MAX_EXPANDED)
-        net, stream = drafter.target.net, session.stream
-        super().__init__(net, layout, guidance, drafter.calibration, stream, session.offset)
-        rows = stream.length.shape[0]
-        start = torch.full((rows, 1), layout.start, device=stream.length.device)
-        self.pending = Pending(start, None, start, torch.ones_like(stream.length), (1,) * rows)
+        self.session = DecoderSession(drafter.target, prompts, layout, guidance, room=MAX_EXPANDED + MAX_NODES)
+        net, stream = drafter.target.net, self.session.stream
+        super().__init__(net, layout, guidance, drafter.calibration, stream, self.session.offset)
+        self._root()
+
+    @torch.no_grad()
+    def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
+        if not self.session.again(prompts):
+            return False
+        self._root()
+        return True
+
+    def _root(self) -> None:
+        """Start with the root pending; the prompt has been read."""
+        rows = self.stream.length.shape[0]
+        start = torch.full((rows, 1), self.layout.start, device=self.stream.length.device)
+        self.begin(Pending(start, None, start, torch.ones_like(self.stream.length), (1,) * rows))
 
     def inputs(self, tokens: Tensor, features: Tensor | None, steps: Tensor) -> Tensor:
         return self.net.embed(tokens)

@@ -6,7 +6,7 @@ Each source is a vote for one code with a weight; the votes over a thin uniform 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from underdraw.calibration import Calibration
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
+from underdraw.nn.lasting import Frame, LastingDraft
 from underdraw.protocols import Opening, Outcome, Prompt, Request
 from underdraw.tree import DraftTree, Level, grow
 
@@ -40,7 +41,7 @@ class Neighbour:
         return NeighbourSession(self, layout, len(prompts), first.logits.device)
 
 
-class NeighbourSession:
+class NeighbourSession(LastingDraft):
     """The committed tokens of B images, and for every column the one that followed it last."""
 
     def __init__(self, drafter: Neighbour, layout: Layout, batch: int, device: torch.device) -> None:
@@ -48,6 +49,19 @@ class NeighbourSession:
         self.known = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=device)  # columns
         self.follows = torch.full((batch, layout.columns), -1, dtype=torch.int64, device=device)
         self.steps = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
+        if len(prompts) != self.known.shape[0]:
+            return False
+        self.known.fill_(-1)
+        self.follows.fill_(-1)
+        return True
+
+    def fix(self, frame: Frame) -> Hashable | None:
+        return ()
+
+    def note(self, known: tuple[int, ...]) -> None:
+        pass
 
     def draft(self, request: Request) -> DraftTree:
         self.steps = request.steps

@@ -7,14 +7,12 @@ seen; the unconditional row's padding was never zero in training, and is taken a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from underdraw.drafters.eagle import Eagle, EagleSession
-from underdraw.layout import Layout
-from underdraw.protocols import Opening, Prompt
+from underdraw.drafters.eagle import Eagle
+from underdraw.protocols import Opening
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +21,8 @@ class PaddedEagle(Eagle):
 
     prefix: int = 120
 
-    @torch.no_grad()
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> EagleSession:
-        return EagleSession(self, layout, padded(first, self.prefix), guidance)
+    def opening(self, first: Opening) -> Opening:
+        return padded(first, self.prefix)
 
 
 def padded(first: Opening, prefix: int) -> Opening:

@@ -1,5 +1,7 @@
 """What passes cost on this machine: a straight line in nodes and levels, measured once and remembered on disk.
 
+Where passes are captured they come in few sizes, and the cost of each size is measured on its own: the `curve`.
+
 Measuring runs the loop itself for a few passes at several tree sizes; the pictures are thrown away.
 """
 
@@ -11,14 +13,17 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from underdraw.drafters.forced import Forced
 from underdraw.engine.decode import decode
+from underdraw.engine.graphs import Graphs
 from underdraw.history import History
 from underdraw.plan import TreePlan
+from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Drafter, Prompt, Target, TreePolicy
 from underdraw.sampling import Sampler
@@ -27,6 +32,9 @@ from underdraw.verifiers.exact import Exact
 log = logging.getLogger(__name__)
 _SMALL, _DEEP, _WIDE = TreePlan(2, 1, 1, 3), TreePlan(8, 1, 1, 9), TreePlan(2, 6, 6, 27)
 _WARM, _TIMED = 2, 5
+_CAPTURED = 5  # passes until the pass of one kind is replayed: prompt, first, captured, and two to settle
+_SIZES = (8, 16, 32, 64, 128)
+WORTH = 1.25  # a tree may make a pass so many times as long as a plain one
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,7 @@ class Costs:
     base: float
     node: float
     level: float
+    curve: tuple[tuple[int, float], ...] = ()  # (nodes, milliseconds) of captured passes, drafting left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +59,58 @@ class _Always:
 
 
 def measure(
-    target: Target, drafter: Drafter, forced: Drafter, prompts: Sequence[Prompt], sampler: Sampler, guidance: float
-) -> Costs:
+    target: Target, drafter: Drafter, forced: Drafter, prompts: Sequence[Prompt], sampler: Sampler, guidance: float,
+    graphs: Graphs | None = None,
+) -> Costs:  # fmt: skip
     """Time a few passes of each size; the median of each is what counts."""
 
-    def time(own: Drafter, policy: TreePolicy) -> float:
+    def time(own: Drafter, policy: TreePolicy, graphs: Graphs | None = graphs) -> float:
         seconds = []
-        for step in decode(target, own, policy, Exact(), prompts, sampler, guidance=guidance):
+        warm = _WARM if graphs is None else _CAPTURED
+        for step in decode(target, own, policy, Exact(), prompts, sampler, guidance=guidance, graphs=graphs):
             if step.sequence == 0:
                 seconds.append(step.seconds)
-            if len(seconds) == _WARM + _TIMED:
+            if len(seconds) == warm + _TIMED:
                 break
-        return 1000 * statistics.median(seconds[_WARM:] or seconds)
+        return 1000 * statistics.median(seconds[warm:] or seconds)
 
     plain = time(forced, NoTree())
     small, deep, wide = (time(drafter, _Always(tree)) for tree in (_SMALL, _DEEP, _WIDE))
     node = max((wide - small) / (_WIDE.nodes - _SMALL.nodes), 0.002 * plain)
     level = max((deep - small - node * (_DEEP.nodes - _SMALL.nodes)) / (_DEEP.depth - _SMALL.depth), 0.0)
     base = max(small - node * _SMALL.nodes - level * _SMALL.depth, 0.5 * plain)
-    return Costs(*(round(value, 3) for value in (plain, base, node, level)))
+    line = Costs(round(plain, 3), round(base, 3), round(node, 3), round(level, 3))
+    if graphs is None:
+        return line
+    curve = [(1, plain), *((size, time(forced, NoTree(), graphs.padded(size))) for size in _SIZES)]
+    return replace(line, curve=tuple((size, round(value, 3)) for size, value in curve))
+
+
+def known_costs(
+    key: Sequence[object], target: Target, drafter: Drafter, prompts: Sequence[Prompt], sampler: Sampler,
+    guidance: float, graphs: Graphs | None = None,
+) -> Costs:  # fmt: skip
+    """What was measured before for this model and machine, or else is measured now and remembered."""
+    key = (*key, "as it is" if graphs is None else "captured")
+    costs = remembered(key)
+    if costs is None:
+        costs = measure(target, drafter, Forced(), prompts, sampler, guidance, graphs)
+        remember(key, costs)
+    return costs
+
+
+def affordable(costs: Costs) -> TreePolicy:
+    """Adjacent trees of the largest size that hardly lengthens a pass, out of a finite set of plans."""
+    nodes = max((size for size, spent in costs.curve if spent <= WORTH * costs.plain and size >= 16), default=16)
+    return Adjacency(init="both", nodes=nodes)
 
 
 def remembered(key: Sequence[object], folder: Path | None = None) -> Costs | None:
     """What was measured before for this model and machine, if anything was."""
     try:
         known = json.loads(_file(folder).read_text(encoding="utf-8"))
-        return Costs(**known[_name(key)])
+        found = known[_name(key)]
+        return Costs(**{**found, "curve": tuple((int(size), float(spent)) for size, spent in found.get("curve", ()))})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

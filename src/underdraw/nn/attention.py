@@ -2,12 +2,14 @@
 
 On a CPU the sum over keys is taken block by block of *sequence places*, with the normaliser as one more value column.
 Masked keys add exact zeros, and a tree node's ancestors stand in the same order as the committed tokens would, so a
-node of a large tree gets the same bits as the same token decoded alone. On a GPU it is torch's fused attention.
+node of a large tree gets the same bits as the same token decoded alone. On a GPU it is torch's fused attention, or two
+plain products with a softmax between them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,8 @@ from torch import Tensor
 
 BLOCK = 256  # places a block: with up to 128 tree nodes a sum has 384 terms, the most that the BLAS adds in plain order
 _FEWEST = 4  # queries below which the BLAS takes another path
+Kernel = Literal["fused", "products"]
+"""How a GPU attends; which one is faster depends on the number of queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +32,12 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """What each new node may look at: `mask` over the first `length` cache slots, and their windows."""
+    """What each new node may look at: `mask` over the first `length` cache slots, and their windows.
 
-    mask: Tensor  # (R, 1, N, length) bool
+    On a GPU the mask is a bias, which is added to scores, and there are no windows.
+    """
+
+    mask: Tensor  # (R, 1, N, length) bool, or the keys' type
     windows: tuple[Window, ...]
 
     @property
@@ -69,20 +76,26 @@ def values_like(keys: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(keys), torch.ones_like(keys[..., :1])], dim=-1)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, kernel: Kernel = "fused") -> Tensor:
     """q (R, N, H, D) against cached keys (R, G, L, D) and values of `values_like`: (R, N, H * D). G divides H."""
     rows, count, heads, width = q.shape
     groups, length = keys.shape[1], visible.length
     keys, values = keys[:, :, :length], values[:, :, :length]
-    if q.device.type != "cpu":
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=visible.mask, enable_gqa=heads != groups
-        )
+    q = q.transpose(1, 2)
+    if q.device.type != "cpu" and kernel == "fused":
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible.mask, enable_gqa=heads != groups)
         return out.transpose(1, 2).reshape(rows, count, heads * width)
-    q = q.transpose(1, 2).reshape(rows, groups, heads // groups, count, width)
-    out = _attend_rows(q.flatten(2, 3), keys, values, visible, heads // groups)
-    out = out.view(rows, heads, count, width)
+    q = q.reshape(rows, groups, heads // groups, count, width).flatten(2, 3)
+    rule = _attend_rows if q.device.type == "cpu" else _attend_products
+    out = rule(q, keys, values, visible, heads // groups).view(rows, heads, count, width)
     return out.transpose(1, 2).reshape(rows, count, heads * width)
+
+
+def _attend_products(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, share: int) -> Tensor:
+    """As `_attend_rows`, for a GPU: visible.mask is a bias (R, 1, N, L)."""
+    scores = (q @ keys.transpose(-1, -2)).float() * q.shape[-1] ** -0.5  # (R, G, M, L)
+    weights = (scores + visible.mask.repeat(1, 1, share, 1)).softmax(-1)
+    return weights.to(values.dtype) @ values
 
 
 def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, share: int) -> Tensor:

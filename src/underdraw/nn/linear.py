@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def chunk() -> int:
     """The longest inner product that the BLAS does in one go for any number of rows; many threads share longer ones."""
     return 768 if torch.get_num_threads() <= 2 else 256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from underdraw.errors import CapacityError, ConfigError
 from underdraw.layout import Layout
+from underdraw.nn.lasting import Frame, Lasting
 from underdraw.nn.stream import Stream
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import MAX_NODES
@@ -54,7 +55,7 @@ def rows_of(prompts: Sequence[Prompt], guidance: float) -> list[Prefix]:
     return rows
 
 
-class DecoderSession:
+class DecoderSession(Lasting):
     """B images in the making; R = B rows, or 2 B with guidance. `room` is what the cache keeps free for a tree."""
 
     @torch.no_grad()
@@ -63,7 +64,7 @@ class DecoderSession:
     ) -> None:
         if not prompts:
             raise ConfigError("no prompts were given; a batch needs at least one.")
-        self.target, self.layout, self.guidance = target, layout, guidance
+        self.target, self.layout, self.guidance, self.room = target, layout, guidance, room
         self.copies = 1 if guidance == 1 else 2
         outputs = target.net.head.weight.shape[0]
         if outputs != len(layout.codes):
@@ -73,7 +74,30 @@ class DecoderSession:
         own = target.net.arch.outputs
         if own is not None and own != layout.codes:
             raise ConfigError(f"the head gives {own} and the layout has {layout.codes}; use the model's own layout.")
-        rows = rows_of(prompts, guidance)
+        rows = self._rows(prompts)
+        self.stream = Stream(target.net, len(rows), self._needed + room)
+        self.offset = torch.zeros_like(self.stream.length)  # (R,) sequence place of step 0
+        self.first = self._begin(rows)
+
+    @torch.no_grad()
+    def again(self, prompts: Sequence[Prompt]) -> bool:
+        """Start with new prompts in the same tensors; False if they do not fit."""
+        rows = self._rows(prompts)
+        if len(rows) != len(self.stream.known) or self._needed + self.room > self.stream.capacity:
+            return False
+        self.stream.reset()
+        self.first = self._begin(rows)
+        return True
+
+    @property
+    def _needed(self) -> int:
+        """Places of the longest prompt and its image."""
+        return max(self.lengths) + self.layout.stop - self.layout.start
+
+    def _rows(self, prompts: Sequence[Prompt]) -> list[Prefix]:
+        """The prefixes of all rows, checked, and their lengths."""
+        target, layout = self.target, self.layout
+        rows = rows_of(prompts, self.guidance)
         vocab = target.net.arch.vocab
         for row in rows:
             wrong = [] if isinstance(row, Tensor) else [token for token in row if not 0 <= token < vocab]
@@ -82,18 +106,18 @@ class DecoderSession:
         self.lengths = [_length(row) + len(layout.prologue) for row in rows]
         if min(self.lengths) < 1:
             raise ConfigError("an empty prompt gives nothing to start from; give at least one token or feature.")
-        needed = max(self.lengths) + layout.stop - layout.start
-        if target.positions is not None and needed > target.positions:
+        if target.positions is not None and self._needed > target.positions:
             raise CapacityError(
-                f"prompt and image need {needed} positions and the model has {target.positions}; shorten the prompt."
+                f"prompt and image need {self._needed} positions and the model has {target.positions}; shorten the "
+                "prompt."
             )
-        self.stream = Stream(target.net, len(rows), needed + room)
-        device = self.stream.length.device
-        place = target.image_offset
-        self.offset = torch.tensor(
-            [n - layout.start if place is None else place for n in self.lengths], device=device
-        )  # (R,) sequence place of step 0
-        self.first = self._prefill(rows, device)
+        return rows
+
+    def _begin(self, rows: list[Prefix]) -> Opening:
+        place = self.target.image_offset
+        start = [n - self.layout.start if place is None else place for n in self.lengths]
+        self.offset.copy_(torch.tensor(start))
+        return self._prefill(rows, self.offset.device)
 
     def _prefill(self, rows: list[Prefix], device: torch.device) -> Opening:
         net, longest = self.target.net, max(self.lengths)
@@ -141,6 +165,13 @@ class DecoderSession:
         x = net.embed(tree.tokens.repeat(self.copies, 1))
         features = self.stream.branch(x, rotation, depths, tree.ancestors.repeat(self.copies, 1, 1))
         return Output(guided(net.logits(features), self.guidance), features)
+
+    def fix(self, frame: Frame) -> Hashable | None:
+        self.stream.regions, self.stream.kernel = frame.regions, frame.kernel
+        return self.stream.fix(frame.size, frame.quantum)
+
+    def note(self, known: tuple[int, ...]) -> None:
+        self.stream.note(known * self.copies)
 
     def commit(self, outcome: Outcome) -> None:
         path, counts = outcome.verdict.path.repeat(self.copies, 1), outcome.counts.repeat(self.copies)

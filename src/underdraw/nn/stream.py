@@ -3,6 +3,10 @@
 `extend` appends tokens for good, `branch` adds tree nodes behind them, `keep` makes one path of the tree permanent
 and forgets the rest. Targets and drafters alike are streams. Slots 0..length-1 of a row hold its committed tokens in
 order, so after every `keep` the cache is what a fresh prefill would have left.
+
+Lengths live on the device, in a tensor that stays where it is; the host keeps a copy of its own, `known`, to look at no
+more slots than needed. A pass that is captured and replayed cannot ask the host: it looks at a fixed `span` of slots,
+what it commits is not known to the host while it runs, which is told afterwards by `note`.
 """
 
 from __future__ import annotations
@@ -13,8 +17,8 @@ import torch
 from torch import Tensor
 
 from underdraw.errors import CapacityError
-from underdraw.nn.attention import Visible, attend, values_like, windows
-from underdraw.nn.transformer import Transformer
+from underdraw.nn.attention import Kernel, Visible, attend, values_like, windows
+from underdraw.nn.transformer import PLAIN, Transformer
 
 
 class Stream:
@@ -31,6 +35,22 @@ class Stream:
         self.length = torch.zeros(rows, dtype=torch.int64, device=weight.device)  # (R,) committed tokens
         self.known = [0] * rows  # `length` on the host
         self.depths = self.length.new_zeros(rows, 0)  # (R, M) of the tree nodes now in the cache
+        self.span: int | None = None  # how many slots a captured pass looks at
+        self.regions = PLAIN
+        self.kernel: Kernel = "fused"
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.forget()
+        self.length.zero_()
+        self.known, self.span = [0] * len(self.known), None
+
+    def fix(self, more: int, quantum: int) -> int:
+        """Make the next pass look at a fixed number of slots, enough for `more` new tokens; returns that number."""
+        used = max(self.known) + more
+        self._check(used)
+        self.span = min(-(-used // quantum) * quantum, self.capacity)
+        return self.span
 
     def extend(self, x: Tensor, rotation: Tensor, counts: Tensor, known: Sequence[int]) -> Tensor:
         """Append the first `counts` (R,) of N tokens x (R, N, dim); features (R, N, dim).
@@ -38,10 +58,18 @@ class Stream:
         `known` are the counts on the host. Tokens past a row's count are computed and forgotten.
         """
         self.forget()
-        count = x.shape[1]
-        order = torch.arange(count, device=x.device)
+        order = torch.arange(x.shape[1], device=x.device)
         before = (order[:, None] >= order).expand(x.shape[0], -1, -1)
         features = self._run(x, rotation, order.expand(x.shape[0], -1), before, spread=0)
+        self._grow(counts, known)
+        return features
+
+    def append(
+        self, x: Tensor, rotation: Tensor, counts: Tensor, known: Sequence[int], depths: Tensor, before: Tensor
+    ) -> Tensor:
+        """`extend`, with nodes behind the new tokens: `depths` (R, N) and what each sees of them, before (R, N, N)."""
+        self.forget()
+        features = self._run(x, rotation, depths, before, spread=x.shape[1])
         self._grow(counts, known)
         return features
 
@@ -65,31 +93,42 @@ class Stream:
             self.values[:, row, :, target] = self.values[:, row, :, source]
         self._grow(counts, known)
 
+    def note(self, known: Sequence[int]) -> None:
+        """The host's part of a commit: so many tokens have come to each row."""
+        self.known = [length + count for length, count in zip(self.known, known, strict=True)]
+
     def _grow(self, counts: Tensor, known: Sequence[int]) -> None:
         self.forget()
-        self.length = self.length + counts
-        self.known = [length + count for length, count in zip(self.known, known, strict=True)]
+        self.length += counts
+        if self.span is None:
+            self.note(known)
+
+    def _check(self, used: int) -> None:
+        if used > self.capacity:
+            raise CapacityError(
+                f"{used} tokens do not fit a cache of {self.capacity}; open the session with more capacity."
+            )
 
     def _run(self, x: Tensor, rotation: Tensor, depths: Tensor, ancestors: Tensor, spread: int) -> Tensor:
         """Write the keys of N new nodes behind the M old ones and attend to prompt, committed tokens and ancestors."""
         rows, count = x.shape[:2]
         before = self.depths.shape[1]
-        used = max(self.known) + before + count
-        if used > self.capacity:
-            raise CapacityError(
-                f"{used} tokens do not fit a cache of {self.capacity}; open the session with more capacity."
-            )
+        length = self.span
+        if length is None:
+            used = max(self.known) + before + count
+            self._check(used)
+            length = min(-(-used // 64) * 64, self.capacity)
         self.depths = torch.cat([self.depths, depths], dim=1)
         slots = self.length[:, None] + before + torch.arange(count, device=x.device)  # (R, N)
-        visible = self._visible(ancestors, spread, min(-(-used // 64) * 64, self.capacity))
+        visible = self._visible(ancestors, spread, length)
         row = torch.arange(rows, device=x.device)[:, None]
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.keys[layer][row, :, slots] = k
             self.values[layer][row, :, slots, : v.shape[-1]] = v
-            return attend(q, self.keys[layer], self.values[layer], visible)
+            return attend(q, self.keys[layer], self.values[layer], visible, self.kernel)
 
-        return self.net(x, rotation, attention)
+        return self.net(x, rotation, attention, self.regions)
 
     def _visible(self, ancestors: Tensor, spread: int, length: int) -> Visible:
         """ancestors (R, N, M + N) as a mask over `length` cache slots."""
@@ -97,5 +136,9 @@ class Stream:
         slot = torch.arange(length, device=ancestors.device)
         ahead = slot - self.length[:, None]  # (R, length) node in the slot, negative for committed tokens
         tree = ancestors.gather(2, ahead.clamp(0, nodes - 1)[:, None].expand(-1, count, -1))
-        mask = (ahead < 0)[:, None] | (tree & (ahead < nodes)[:, None])
-        return Visible(mask[:, None], windows(self.length, self.depths.clamp(min=0), spread, min(self.known), length))
+        mask = ((ahead < 0)[:, None] | (tree & (ahead < nodes)[:, None]))[:, None]
+        if mask.device.type != "cpu":
+            bias = torch.zeros(mask.shape, dtype=self.keys.dtype, device=mask.device)
+            return Visible(bias.masked_fill_(~mask, -torch.inf), ())
+        first = min(self.known) if self.span is None else 0
+        return Visible(mask, windows(self.length, self.depths.clamp(min=0), spread, first, length))

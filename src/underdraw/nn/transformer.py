@@ -114,26 +114,38 @@ class Block(nn.Module):
             self.q_norm = HeadNorm(arch.qk_norm, arch.heads if per_head else 1, arch.width, 1e-5)
             self.k_norm = HeadNorm(arch.qk_norm, arch.groups if per_head else 1, arch.width, 1e-5)
 
-    def attention(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
+    def before(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Everything before attention: x (R, N, dim) -> q (R, N, H, D), k and v (R, N, G, D)."""
         arch = self.arch
         sizes = [arch.heads, arch.groups, arch.groups]
+        x = x if arch.norm == "post" else self.attention_norm(x)
         q, k, v = self.qkv(x).unflatten(-1, (sum(sizes), arch.width)).split(sizes, dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rotation, arch.rope.pairing), rotate(k, rotation, arch.rope.pairing)
-        return self.out(attend(self.index, q, k, v))
+        return rotate(q, rotation, arch.rope.pairing), rotate(k, rotation, arch.rope.pairing), v
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Everything after attention: the block's input x (R, N, dim) and what was attended to (R, N, H * D)."""
+        if self.arch.norm == "post":
+            x = x + self.attention_norm(self.out(attended))
+            return x + self.ffn_norm(self.ffn(x))
+        x = x + self.out(attended)
+        return x + self.ffn(self.ffn_norm(x))
 
     def ffn(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(gate / (1 + torch.exp(-gate)) * up)  # F.silu rounds by place once threads share a tensor
 
-    def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
-        """x (R, N, dim), rotation (R, N, 2, width / 2)."""
-        if self.arch.norm == "post":
-            x = x + self.attention_norm(self.attention(x, rotation, attend))
-            return x + self.ffn_norm(self.ffn(x))
-        x = x + self.attention(self.attention_norm(x), rotation, attend)
-        return x + self.ffn(self.ffn_norm(x))
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """The two halves of a block as functions: as they are written, or compiled once for all layers."""
+
+    before: Callable[[Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = Block.before
+    after: Callable[[Block, Tensor, Tensor], Tensor] = Block.after
+
+
+PLAIN = Regions()
 
 
 class MLPHead(nn.Module):
@@ -170,10 +182,11 @@ class Transformer(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding(tokens)
 
-    def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
-        """Embeddings (R, N, dim) to features (R, N, dim): what the head reads."""
-        for block in self.blocks:
-            x = block(x, rotation, attend)
+    def forward(self, x: Tensor, rotation: Tensor, attend: Attend, regions: Regions = PLAIN) -> Tensor:
+        """Embeddings (R, N, dim) and rotation (R, N, 2, width / 2) to features (R, N, dim): what the head reads."""
+        for index, block in enumerate(self.blocks):
+            q, k, v = regions.before(block, x, rotation)  # type: ignore[arg-type]
+            x = regions.after(block, x, attend(index, q, k, v))  # type: ignore[arg-type]
         return self.norm(x)
 
     def logits(self, features: Tensor) -> Tensor:

@@ -25,12 +25,16 @@ class Exact:
     proposals: ClassVar[tuple[Proposal, ...]] = ("coupled", "topk", "sampled")
 
     def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
-        """logits (B, N, K) of every node; only those on the path are looked at."""
+        """logits (B, N, K) of every node. A CPU looks at those on the path alone, a device at all of them at once."""
+        layout = draws.sampler.layout
+        if logits.device.type != "cpu":
+            chosen = layout.tokens(draws.choose(logits, tree.depths + 1))  # (B, N)
+            return agree(tree, draws.steps.shape[1], lambda node, depth: chosen.gather(1, node[:, None])[:, 0])
         rows = torch.arange(logits.shape[0], device=logits.device)
 
         def choose(node: Tensor, depth: int) -> Tensor:
             scores = draws.level_scores(logits[rows, node, None], depth)  # (B, 1, columns)
-            return draws.sampler.layout.tokens(first_best(scores)[:, 0])
+            return layout.tokens(first_best(scores)[:, 0])
 
         return agree(tree, draws.steps.shape[1], choose)
 
@@ -42,10 +46,10 @@ def agree(tree: DraftTree, reach: int, choose: Callable[[Tensor, int], Tensor]) 
     """
     trail = Trail(tree)
     index = torch.arange(tree.size, device=tree.tokens.device)
-    below = tree.depths > 0
+    parents = torch.where(tree.depths > 0, tree.parents, -1)
     token = choose(trail.node, 1)
     for depth in range(1, reach):
-        hit = (tree.parents == trail.node[:, None]) & (tree.tokens == token[:, None]) & below
+        hit = (parents == trail.node[:, None]) & (tree.tokens == token[:, None])
         child = (hit * index).amax(1)  # 0, the root, is nobody's child
         trail.step(child, child > 0)
         if trail.ended():

@@ -14,15 +14,15 @@ class Trail:
     def __init__(self, tree: DraftTree) -> None:
         self.node = torch.zeros_like(tree.tokens[:, 0])  # (B,)
         self.walking = torch.ones_like(self.node, dtype=torch.bool)  # (B,)
-        self._length = self.node
         self._path = [self.node]
+        self._went: list[Tensor] = []
 
     def step(self, child: Tensor, accepted: Tensor) -> None:
         """Go on to the children (B,) that were accepted (B,); the other walks have ended."""
         self.walking = self.walking & accepted
         self.node = torch.where(self.walking, child, self.node)
-        self._path.append(child * self.walking)
-        self._length = self._length + self.walking
+        self._path.append(self.node)
+        self._went.append(self.walking)
 
     def ended(self) -> bool:
         """True if no walk goes on. A device is not asked, since the answer would have to be waited for."""
@@ -30,4 +30,8 @@ class Trail:
 
     def verdict(self, token: Tensor) -> Verdict:
         """The verdict, given the target's own tokens (B,) where the walks ended."""
-        return Verdict(torch.stack(self._path, dim=1), self._length, token)
+        path = torch.stack(self._path, dim=1)
+        if not self._went:
+            return Verdict(path, self._path[0], token)
+        went = torch.stack(self._went, dim=1)  # (B, D)
+        return Verdict(torch.cat([path[:, :1], path[:, 1:] * went], dim=1), went.sum(1), token)

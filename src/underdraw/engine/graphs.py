@@ -1,0 +1,207 @@
+"""Passes that are captured once and replayed: on a GPU a step is then one launch instead of thousands.
+
+A pass of one kind runs as it is when it is first met (this is when regions are compiled), is captured when it is met
+again, and is replayed from then on. Its kind is the plan, rounded up to one of few, the number of nodes that it is
+padded to, and the cache slots that it looks at; what differs inside a kind (how deep a tree may go, how far each image
+is) lies on the device. Buffers and captured passes are kept between pictures. Nothing about decoding is written here.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from underdraw.engine.passes import Laws, News, Passes, unpacked
+from underdraw.errors import ConfigError, unknown
+from underdraw.nn.attention import Kernel
+from underdraw.nn.lasting import Frame, LastingDraft
+from underdraw.nn.session import DecoderSession
+from underdraw.nn.transformer import PLAIN, Block, Regions
+from underdraw.plan import TreePlan, padded_size
+from underdraw.protocols import Drafter, Prompt, Target, Verifier
+from underdraw.sampling import Sampler
+from underdraw.tree import Limits, Proposal, envelope
+
+log = logging.getLogger(__name__)
+Compile = Literal["auto", "on", "off"]
+KEPT = 2  # sets of buffers that are kept for the next picture
+_COMPILED = 64  # shapes of one region before torch gives up compiling
+
+
+class Recorded(Protocol):
+    """Work that was captured, and done once."""
+
+    out: Tensor
+
+    def replay(self) -> None: ...
+
+
+Record = Callable[[Callable[[], Tensor]], Recorded]
+
+
+class CudaGraph:
+    """One captured pass on a CUDA device. All share one pool of memory, since no two are ever in flight."""
+
+    def __init__(self, work: Callable[[], Tensor]) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=_pool()):  # type: ignore[arg-type]
+            self.out = work()
+        self.graph.replay()  # capturing has recorded the work and done none of it
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@functools.cache
+def _pool() -> tuple[int, int]:
+    return torch.cuda.graph_pool_handle()
+
+
+@functools.cache
+def compiled_regions(backend: str = "inductor") -> Regions:
+    """The halves of a block, compiled once for every shape and shared by all layers; torch caches them on disk."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILED)
+    before = torch.compile(Block.before, fullgraph=True, dynamic=False, backend=backend)
+    after = torch.compile(Block.after, fullgraph=True, dynamic=False, backend=backend)
+    return Regions(before, after)
+
+
+class Graphs:
+    """Captured passes of one model and what they need, kept between pictures.
+
+    `smallest` is the least number of nodes of a pass: plain decoding through the shapes of trees rounds as trees do.
+    """
+
+    def __init__(
+        self, *, record: Record = CudaGraph, regions: Regions = PLAIN, kernel: Kernel = "fused", smallest: int = 1,
+        quantum: int = 256, tell: Callable[[str], None] = log.info,
+    ) -> None:  # fmt: skip
+        self.record, self.regions, self.kernel, self.smallest = record, regions, kernel, smallest
+        self.quantum, self.tell = quantum, tell
+        self.kept: dict[Hashable, Captured] = {}
+
+    def padded(self, smallest: int) -> Graphs:
+        """The same for passes of at least so many nodes."""
+        return Graphs(
+            record=self.record, regions=self.regions, kernel=self.kernel, smallest=smallest, quantum=self.quantum,
+            tell=self.tell,
+        )  # fmt: skip
+
+    def open(
+        self, target: Target, drafter: Drafter, verifier: Verifier, prompts: Sequence[Prompt], sampler: Sampler,
+        guidance: float, proposal: Proposal, laws: Laws,
+    ) -> Passes:  # fmt: skip
+        """The passes of a decode, captured if both sessions allow it, in the buffers of an earlier one if they fit."""
+        settings = (sampler.temperature, sampler.top_k, sampler.top_p, guidance, proposal, laws)
+        key = (target, drafter, verifier, sampler.layout, len(prompts), *settings)
+        old = self.kept.pop(key, None)
+        if old is not None and old.again(prompts, sampler):
+            self.kept[key] = old
+            return old
+        while len(self.kept) >= KEPT:
+            del self.kept[next(iter(self.kept))]  # the one that was not used for the longest time
+        session = target.open(prompts, sampler.layout, guidance=guidance)
+        draft = drafter.open(prompts, sampler.layout, session.first, guidance=guidance)
+        if not isinstance(session, DecoderSession) or not isinstance(draft, LastingDraft):
+            return Passes(session, draft, verifier, sampler, proposal, laws)
+        self.kept[key] = Captured(self, session, draft, verifier, sampler.copy(), proposal, laws)
+        return self.kept[key]
+
+
+class Captured(Passes):
+    """Passes over buffers that stay, each kind captured when it is met for the second time."""
+
+    def __init__(
+        self, graphs: Graphs, session: DecoderSession, draft: LastingDraft, verifier: Verifier, sampler: Sampler,
+        proposal: Proposal, laws: Laws,
+    ) -> None:  # fmt: skip
+        super().__init__(session, draft, verifier, sampler, proposal, laws)
+        self.graphs, self.target, self.lasting = graphs, session, draft
+        self.runs: dict[Hashable, Recorded | None] = {}  # None: met once
+        device = self.steps.device
+        self.limits = torch.zeros(4, len(sampler), dtype=torch.int64, device=device)
+        self.host_limits = torch.zeros(4, len(sampler), dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def again(self, prompts: Sequence[Prompt], sampler: Sampler) -> bool:
+        """Start with new prompts and seeds in the same buffers; False if they do not fit."""
+        if not self.target.again(prompts) or not self.lasting.again(prompts, self.session.first):
+            return False
+        self.sampler.seeds.copy_(sampler.seeds)
+        return True
+
+    def advance(self, wanted: Sequence[TreePlan], places: Sequence[int]) -> tuple[list[TreePlan], list[News]]:
+        stop = self.sampler.layout.stop
+        live = [place < stop - 1 for place in places]
+        plans = self.cut(wanted, places)
+        floor = any(plan.floor for plan in plans)
+        if self.proposal == "sampled" or floor:  # shapes that depend on what is left, or on what the device finds
+            plan = envelope([p for p, alive in zip(plans, live, strict=True) if alive])
+        else:
+            plan = envelope([p for p, alive in zip(wanted, live, strict=True) if alive]).rounded()
+        size = padded_size(max(plan.nodes, self.graphs.smallest))
+        own = self.graphs
+        frame = Frame(plan, size, self.proposal, own.quantum, own.regions, own.kernel)
+        limits = self._limited(plans) if plan.depth else None
+        kind = (self.target.fix(frame), self.lasting.fix(frame))
+        free = floor or self.proposal == "sampled" or None in kind
+        news = unpacked(self._run(frame, limits, None if free else (plan, size, *kind)).tolist(), self.laws)
+        counts = tuple(len(new.tokens) if alive else 0 for new, alive in zip(news, live, strict=True))
+        self.target.note(counts)
+        self.lasting.note(counts)
+        return plans, news
+
+    def move(self, root: Tensor, counts: Tensor) -> None:
+        self.root.copy_(root)
+        self.steps.add_(counts)
+
+    def _limited(self, plans: Sequence[TreePlan]) -> Limits:
+        """What each tree may use of the plan they share, copied to the device without waiting for it."""
+        self.host_limits.copy_(torch.tensor([[p.depth, p.width, p.branch, p.nodes] for p in plans]).T)
+        self.limits.copy_(self.host_limits, non_blocking=True)
+        return Limits(*self.limits)
+
+    def _run(self, frame: Frame, limits: Limits | None, kind: Hashable | None) -> Tensor:
+        """Make a pass: as it is, captured, or replayed."""
+
+        def work() -> Tensor:
+            draws = self.sampler.draws(self.steps, frame.plan.depth + 1)
+            judged = self.judge(frame.plan, limits, draws, frame.size)
+            self.settle(judged, ())
+            return judged.packed
+
+        if kind is None:
+            return work()
+        if kind not in self.runs:
+            self.runs[kind] = None
+            if self.graphs.regions is not PLAIN:
+                self.graphs.tell(f"compiling for {frame.size} nodes")
+            return work()
+        run = self.runs[kind]
+        if run is None:
+            run = self.runs[kind] = self.graphs.record(work)
+        else:
+            run.replay()
+        return run.out
+
+
+def graphs_for(device: torch.device, compile: Compile) -> Graphs | None:
+    """How passes run on a device; None is as they are. "auto" captures on a GPU, and compiles where it can."""
+    if compile not in ("auto", "on", "off"):
+        raise unknown("compile", compile, ("auto", "on", "off"))
+    if compile == "off" or (device.type != "cuda" and compile == "auto"):
+        return None
+    if device.type != "cuda":
+        raise ConfigError(f"compile 'on' needs a CUDA device and the model is on {device}; use auto or off.")
+    if find_spec("triton") is not None:
+        return Graphs(regions=compiled_regions())
+    if compile == "on":
+        raise ConfigError("compile 'on' needs the package triton, which is not installed; use auto or off.")
+    return Graphs()

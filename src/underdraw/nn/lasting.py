@@ -1,0 +1,56 @@
+"""Sessions that outlive a picture and whose passes can be captured and replayed.
+
+Replaying repeats what the device did, on the same tensors, and nothing that the host did. So the state of such a
+session lives in tensors that stay where they are, and the host's own part of a pass is split off: `fix` before the pass
+settles all sizes, `note` after it says how far each image came. Knows nothing of how passes are captured.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from underdraw.nn.attention import Kernel
+from underdraw.nn.transformer import PLAIN, Regions
+from underdraw.plan import TreePlan
+from underdraw.protocols import Opening, Outcome, Prompt, Request
+from underdraw.tree import DraftTree, Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What is settled about a pass before it runs: the tree that is grown and the number of nodes it is padded to."""
+
+    plan: TreePlan
+    size: int
+    proposal: Proposal
+    quantum: int = 256  # cache slots that a pass looks at are a multiple of this
+    regions: Regions = PLAIN
+    kernel: Kernel = "fused"
+
+
+class Lasting(ABC):
+    """A session of a target or a drafter."""
+
+    @abstractmethod
+    def fix(self, frame: Frame) -> Hashable | None:
+        """Settle the sizes of the next pass; what they depend on besides the frame, None if it must not be captured."""
+
+    @abstractmethod
+    def note(self, known: tuple[int, ...]) -> None:
+        """So many nodes of each image were committed, the root included."""
+
+
+class LastingDraft(Lasting):
+    """A session of a drafter."""
+
+    @abstractmethod
+    def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
+        """Start with new prompts in the same tensors; False if they do not fit."""
+
+    @abstractmethod
+    def draft(self, request: Request) -> DraftTree: ...
+
+    @abstractmethod
+    def commit(self, outcome: Outcome) -> None: ...

@@ -1,0 +1,66 @@
+"""What captured passes must do, whatever they are captured with: tapes on a CPU, CUDA graphs on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import toy
+
+from underdraw.drafters.forced import Forced
+from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.model import Model
+from underdraw.drafters.neighbour import Neighbour
+from underdraw.engine.graphs import Captured, Graphs
+from underdraw.nn.session import DecoderTarget
+from underdraw.registry import policies
+
+DRAFTERS = ("forced", "eagle", "eagle-above", "block", "model", "jacobi", "neighbour")
+POLICIES = (
+    "none",
+    "chain:depth=4",
+    "static:shape=mc_sim_7b_63",
+    "confidence:depth=3,top_k=4,nodes=12",
+    "adjacency:init=both,nodes=24",
+)
+LAYOUTS = {"plain": toy.PLAIN, "row-ends": toy.ROW_ENDS}
+BATCHES = {"one": (5,), "four": (7, 8, 9, 10)}
+
+
+def drafter(name: str, of: DecoderTarget) -> Any:
+    return {
+        "forced": lambda: Forced(),
+        "eagle": lambda: toy.eagle(of),
+        "eagle-above": lambda: toy.eagle(of, above=True, layers=2),
+        "block": lambda: toy.block(of),
+        "model": lambda: Model(of),
+        "jacobi": lambda: Jacobi(),
+        "neighbour": lambda: Neighbour(),
+    }[name]()
+
+
+def captured(graphs: Graphs) -> int:
+    """How many kinds of passes were captured."""
+    return sum(run is not None for passes in graphs.kept.values() for run in passes.runs.values())
+
+
+def check(of: DecoderTarget, graphs: Graphs, name: str, policy: str, **settings: Any) -> None:
+    """Two pictures in turn, the second one in the buffers of the first: the tokens of plain decoding."""
+    own, tree = drafter(name, of), policies.build(policy)
+    for shift in (0, 100):
+        given = {**settings, "seeds": tuple(seed + shift for seed in settings["seeds"])}
+        tokens, _, steps = toy.run(of, own, tree, graphs=graphs, **given)
+        assert torch.equal(tokens, toy.plain(of, **given))
+        assert all(len(step.tokens) >= 1 for step in steps)
+    assert len(graphs.kept) == 1, "one set of buffers serves both pictures"
+    assert captured(graphs) >= 1
+
+
+def buffers(graphs: Graphs) -> list[int]:
+    """Where the state of every kept decode lies."""
+    found = []
+    for passes in graphs.kept.values():
+        assert isinstance(passes, Captured)
+        stream = passes.target.stream
+        found += [t.data_ptr() for t in (passes.steps, passes.root, stream.keys, stream.values, stream.length)]
+    return found

@@ -1,0 +1,168 @@
+"""Captured passes give the tokens of plain decoding: every drafter, policy, layout and batch, with tapes for graphs.
+
+A tape fails if the captured work waits for the device, and goes wrong if it depends on anything that the host knew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import captured
+import pytest
+import torch
+import torch._dynamo.testing
+import toy
+from tape import Tape
+
+from underdraw.drafters.jacobi import Jacobi
+from underdraw.engine.graphs import Graphs, compiled_regions
+from underdraw.errors import ConfigError
+from underdraw.nn.transformer import Block
+from underdraw.plan import MAX_NODES, SIZES, TreePlan, padded_size
+from underdraw.registry import policies, verifiers
+from underdraw.verifiers.trail import Trail
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trail, "ended", lambda self: False)
+
+
+class Redone:
+    """Work that is done again instead of being replayed: tapes cannot look into compiled functions."""
+
+    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
+        self.work, self.out = work, work()
+
+    def replay(self) -> None:
+        self.out = self.work()
+
+
+def graphs(**options: Any) -> Graphs:
+    return Graphs(record=Tape, quantum=64, **options)
+
+
+# Every drafter with every policy; layouts and batches are dealt out so that each drafter and policy meets all of them.
+CASES = [
+    (name, policy, list(captured.BATCHES)[(one + other) % 2], list(captured.LAYOUTS)[(one + other // 2) % 2])
+    for one, name in enumerate(captured.DRAFTERS)
+    for other, policy in enumerate(captured.POLICIES)
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "batch", "layout"), CASES)
+def test_captured_equals_plain(name: str, policy: str, batch: str, layout: str) -> None:
+    captured.check(
+        toy.target(), graphs(), name, policy, layout=captured.LAYOUTS[layout], seeds=captured.BATCHES[batch],
+        guidance=2.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 12},
+        {"top_p": 0.8},
+        {"guidance": 1.0},
+        {"laws": "keep"},
+    ],
+    ids=str,
+)
+def test_every_setting(settings: dict[str, Any]) -> None:
+    captured.check(toy.target(), graphs(), "eagle-above", "adjacency:nodes=24", seeds=(1, 2), **settings)
+
+
+@pytest.mark.parametrize("smallest", SIZES)
+def test_every_bucket(smallest: int) -> None:
+    """Plain decoding through every padded size."""
+    captured.check(toy.target(), graphs(smallest=smallest), "forced", "none", seeds=(3,), guidance=2.0)
+
+
+@pytest.mark.parametrize(("verifier", "proposal"), [("exact", "topk"), ("rejection", "sampled")])
+def test_other_verifiers_and_proposals_draw_what_they_draw_without_graphs(verifier: str, proposal: str) -> None:
+    of = toy.target()
+    given: dict[str, Any] = {
+        "verifier": verifiers.build(verifier), "proposal": proposal, "seeds": (4, 5), "layout": toy.ROW_ENDS,
+    }  # fmt: skip
+    for own in (toy.eagle(of, above=True), Jacobi()):
+        tree, kept = policies.build("chain:depth=3"), graphs()
+        expected = toy.run(of, own, tree, **given)[0]
+        for _ in range(2):
+            assert torch.equal(toy.run(of, own, tree, graphs=kept, **given)[0], expected)
+
+
+def test_buffers_stay_where_they_are() -> None:
+    of, kept = toy.target(), graphs()
+    tree, own = policies.build("confidence:depth=3,top_k=4,nodes=12"), toy.eagle(of)
+    toy.run(of, own, tree, graphs=kept)
+    before, count = captured.buffers(kept), captured.captured(kept)
+    for seed in range(1, 5):
+        toy.run(of, own, tree, graphs=kept, seeds=(seed,))
+    assert captured.buffers(kept) == before
+    assert captured.captured(kept) == count, "nothing is captured again for another picture"
+
+
+def test_few_sets_of_buffers_are_kept() -> None:
+    of, kept = toy.target(), graphs()
+    for temperature in (0.0, 0.5, 1.0, 1.5):
+        toy.run(of, toy.eagle(of), policies.build("chain"), graphs=kept, temperature=temperature)
+    assert len(kept.kept) == 2
+
+
+def test_a_session_that_cannot_be_captured_still_draws() -> None:
+    of, kept = toy.target(), graphs()
+    from underdraw.drafters.model import Model
+
+    own = toy.Adversary(Model(of))
+    assert torch.equal(toy.run(of, own, policies.build("chain"), graphs=kept)[0], toy.plain(of))
+    assert kept.kept == {}
+
+
+def test_a_tape_notices_what_a_graph_would_not_survive() -> None:
+    values = torch.ones(3)
+    with pytest.raises(AssertionError, match="waits for the device"):
+        Tape(lambda: values * float(values.sum()))
+    host = [2.0]
+    tape = Tape(lambda: values * host[0])
+    values.fill_(5.0)
+    host[0] = 100.0
+    tape.replay()
+    assert tape.out.tolist() == [10.0, 10.0, 10.0], "the device's values are new, the host's are those of the capture"
+
+
+def test_regions_are_compiled_once_for_all_layers() -> None:
+    """dynamo traces both halves without a break; layers share them, and shapes cost one compilation each."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    with torch.inference_mode():
+        before = torch.compile(Block.before, fullgraph=True, dynamic=False, backend=counter)
+        net = toy.target(architecture=toy.arch(layers=4)).net
+        for count in (1, 8, 1, 8):
+            x, rotation = torch.randn(2, count, 32), torch.randn(2, count, 2, 4)
+            for block in net.blocks:
+                assert torch.equal(before(block, x, rotation)[0], block.before(x, rotation)[0])
+    assert counter.frame_count == 2, "one compilation for each number of nodes"
+    torch._dynamo.reset()
+
+
+def test_compiled_passes_draw_the_same() -> None:
+    torch._dynamo.reset()
+    kept = Graphs(record=Redone, regions=compiled_regions("aot_eager"))
+    captured.check(toy.target(), kept, "eagle", "chain:depth=3", seeds=(3,), guidance=2.0)
+    torch._dynamo.reset()
+
+
+def test_plans_are_rounded_to_few() -> None:
+    rounded = set()
+    for depth in range(1, 11):
+        for width in range(1, 13):
+            plan = TreePlan(depth, width, width, 59)
+            larger = plan.rounded()
+            assert larger.depth == depth and larger.width >= width and larger.branch >= width and larger.nodes == 64
+            rounded.add(larger)
+    assert len(rounded) <= 50
+    assert [padded_size(count) for count in (1, 3, 9, 65, MAX_NODES)] == [1, 4, 16, 128, 128]
+    with pytest.raises(ConfigError):
+        TreePlan(2, 1, 1, MAX_NODES + 1)

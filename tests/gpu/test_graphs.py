@@ -1,0 +1,109 @@
+"""CUDA graphs: the tokens of plain decoding in float32, one copy a pass and no other wait, no growth of memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import captured
+import pytest
+import torch
+import toy
+
+from underdraw.engine.decode import decode
+from underdraw.engine.graphs import Captured, Graphs, compiled_regions
+from underdraw.history import History
+from underdraw.nn.attention import Kernel
+from underdraw.plan import SIZES
+from underdraw.registry import policies
+from underdraw.sampling import Sampler
+from underdraw.verifiers.exact import Exact
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("layout", captured.LAYOUTS)
+@pytest.mark.parametrize("batch", captured.BATCHES)
+@pytest.mark.parametrize("name", captured.DRAFTERS)
+def test_graphs_equal_plain(name: str, batch: str, layout: str) -> None:
+    """All policies; the plain pictures are drawn without graphs."""
+    of = toy.target(device="cuda")
+    for policy in captured.POLICIES:
+        captured.check(
+            of, Graphs(quantum=64), name, policy, layout=captured.LAYOUTS[layout], seeds=captured.BATCHES[batch],
+            guidance=2.0,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("smallest", SIZES)
+@pytest.mark.parametrize("kernel", ["fused", "products"])
+def test_every_bucket(smallest: int, kernel: Kernel) -> None:
+    graphs = Graphs(smallest=smallest, kernel=kernel)
+    captured.check(toy.target(device="cuda"), graphs, "forced", "none", seeds=(3,), guidance=2.0)
+
+
+@pytest.mark.parametrize("seeds", [(3,), (3, 4, 5, 6)], ids=["one", "four"])
+def test_compiled_regions_equal_plain(seeds: tuple[int, ...]) -> None:
+    graphs = Graphs(regions=compiled_regions())
+    captured.check(toy.target(device="cuda"), graphs, "eagle-above", "chain:depth=3", seeds=seeds, guidance=2.0)
+
+
+@pytest.mark.parametrize("name", ["forced", "eagle-above", "block", "jacobi"])
+def test_one_copy_a_pass_and_no_other_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's sync debug mode is on but for the one copy, once everything that a picture needs has been captured."""
+    of, graphs = toy.target(device="cuda"), Graphs()
+    own, policy = captured.drafter(name, of), policies.build("none" if name == "forced" else "chain:depth=3")
+    copies, plain = 0, torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        nonlocal copies
+        copies += 1
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        values = plain(tensor)
+        torch.cuda.set_sync_debug_mode(mode)
+        return values
+
+    def draw(careful: bool) -> int:
+        history = History(toy.PLAIN)
+        sampler = Sampler(toy.PLAIN, (1,), device="cuda")
+        steps = decode(
+            of, own, policy, Exact(), toy.prompts(1), sampler, guidance=2.0, histories=[history], graphs=graphs
+        )  # fmt: skip
+        next(steps)  # prompt and first pass
+        nonlocal copies
+        copies = 0
+        torch.cuda.set_sync_debug_mode("error" if careful else "default")
+        return sum(1 for _ in steps)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    try:
+        draw(careful=False)
+        draw(careful=False)
+        passes = draw(careful=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert passes > 3
+    assert copies == passes
+
+
+def test_memory_does_not_grow_over_50_pictures() -> None:
+    of, graphs = toy.target(device="cuda"), Graphs()
+    own = toy.eagle(of, above=True)
+    trees = itertools.cycle([policies.build("chain:depth=3"), policies.build("confidence:depth=3,top_k=4,nodes=12")])
+    held = []
+    for seed in range(50):
+        toy.run(of, own, next(trees), graphs=graphs, seeds=(seed,), guidance=2.0)
+        torch.cuda.synchronize()
+        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert max(held[25:]) <= max(held[:25]), "what the first pictures needed is enough for all"
+    assert all(isinstance(passes, Captured) for passes in graphs.kept.values())
+
+
+def test_half_precision_draws() -> None:
+    """bf16 and fp16 weights: kernels round by shape, so pictures may differ, but every one is whole, in its codes."""
+    for dtype in (torch.bfloat16, torch.float16):
+        of = toy.target(device="cuda", dtype=dtype)
+        own, tree = captured.drafter("model", of), policies.build("chain:depth=3")
+        drawn = toy.run(of, own, tree, graphs=Graphs(), seeds=(1, 2), guidance=2.0)[0]
+        assert bool(((drawn >= toy.CODES.start) & (drawn < toy.CODES.stop)).all())

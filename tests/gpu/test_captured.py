@@ -42,6 +42,12 @@ def test_every_bucket(smallest: int, kernel: Kernel) -> None:
     captured.check(toy.target(device="cuda"), graphs, "forced", "none", seeds=(3,), guidance=2.0)
 
 
+@pytest.mark.parametrize("options", [{"kv_heads": 2}, {"qk_norm": "layer", "qk_norm_heads": "per_head"}], ids=str)
+def test_other_architectures(options: dict[str, Any]) -> None:
+    of = toy.target(architecture=toy.arch(**options), device="cuda")
+    captured.check(of, Graphs(), "model", "confidence:depth=3,top_k=4,nodes=12", seeds=(3,), guidance=2.0)
+
+
 @pytest.mark.parametrize("seeds", [(3,), (3, 4, 5, 6)], ids=["one", "four"])
 def test_compiled_regions_equal_plain(seeds: tuple[int, ...]) -> None:
     graphs = Graphs(regions=compiled_regions())

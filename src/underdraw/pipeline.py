@@ -36,7 +36,7 @@ from underdraw.loading import placement as placement
 from underdraw.models.checkpoint import Hub, on_hub, open_checkpoint
 from underdraw.models.drafter import drafter_folder, nearest_codes, open_drafter
 from underdraw.models.family import Model
-from underdraw.nn.linear import input_major
+from underdraw.nn.linear import arrange
 from underdraw.policies.cost import Cost
 from underdraw.policies.fixed import Chain
 from underdraw.prompts import check_text
@@ -322,7 +322,7 @@ class Pipeline:
         for module in modules:
             if isinstance(module, torch.nn.Module):
                 module.to(place.device, place.dtype)
-                input_major(module)
+                arrange(module)
         if isinstance(self.model.images, torch.nn.Module):
             self.model.images.to(place.device)
         self.graphs = graphs_for(self.device, self.compile)

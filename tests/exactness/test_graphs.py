@@ -5,7 +5,6 @@ A tape fails if the captured work waits for the device, and goes wrong if it dep
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import captured
@@ -16,10 +15,11 @@ import toy
 from tape import Tape
 
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.engine.graphs import Graphs, compiled_regions
+from underdraw.engine.graphs import Direct, Graphs, compiled_regions
 from underdraw.errors import ConfigError
-from underdraw.nn.transformer import Block
+from underdraw.nn.transformer import Block, Regions
 from underdraw.plan import MAX_NODES, SIZES, TreePlan, padded_size
+from underdraw.protocols import Prompt
 from underdraw.registry import policies, verifiers
 from underdraw.verifiers.trail import Trail
 
@@ -27,16 +27,6 @@ from underdraw.verifiers.trail import Trail
 @pytest.fixture(autouse=True)
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trail, "ended", lambda self: False)
-
-
-class Redone:
-    """Work that is done again instead of being replayed: tapes cannot look into compiled functions."""
-
-    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
-        self.work, self.out = work, work()
-
-    def replay(self) -> None:
-        self.out = self.work()
 
 
 def graphs(**options: Any) -> Graphs:
@@ -149,9 +139,25 @@ def test_regions_are_compiled_once_for_all_layers() -> None:
 
 def test_compiled_passes_draw_the_same() -> None:
     torch._dynamo.reset()
-    kept = Graphs(record=Redone, regions=compiled_regions("aot_eager"))
+    kept = Graphs(record=Direct, regions=compiled_regions("aot_eager"))
     captured.check(toy.target(), kept, "eagle", "chain:depth=3", seeds=(3,), guidance=2.0)
     torch._dynamo.reset()
+
+
+def test_prompts_are_not_compiled() -> None:
+    """Their lengths differ, and compiling takes seconds."""
+    of, sizes = toy.target(), set()
+
+    def before(block: Block, x: torch.Tensor, rotation: torch.Tensor) -> Any:
+        sizes.add(x.shape[1])
+        return block.before(x, rotation)
+
+    kept = graphs(regions=Regions(before, Block.after))
+    for own in (toy.eagle(of, above=True), toy.block(of)):
+        for length in (5, 6, 7, 9):
+            rows = [Prompt((0,) * length, (0, 3))]
+            toy.run(of, own, policies.build("chain:depth=3"), graphs=kept, rows=rows, guidance=2.0)
+    assert sizes <= {1, 4, 7}, "trees, and slots behind what is pending; no prompt"
 
 
 def test_plans_are_rounded_to_few() -> None:

@@ -21,6 +21,7 @@ from underdraw.errors import UnderdrawError, unknown
 COMMANDS = {
     "generate": "underdraw.cli.generate",
     "bench": "underdraw.cli.bench",
+    "bench engine": "underdraw.cli.engine",
     "plot": "underdraw.cli.plot",
     "evaluate": "underdraw.cli.evaluate",
     "models": "underdraw.cli.models",
@@ -36,6 +37,13 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """A command's name may be two words."""
+        two = " ".join(args[:2])
+        if two in COMMANDS and len(args) > 1:
+            return two, self.get_command(ctx, two), args[2:]
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:

@@ -75,6 +75,13 @@ Heatmap = Annotated[
         help="Also write what happened at every cell: codes kept, depth of the tree, entropy, top-1 probability.",
     ),
 ]  # fmt: skip
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="JSON", rich_help_panel=options.OUTPUT,
+        help="Also write the trees and what was accepted of them, for: underdraw bench engine --replay.",
+    ),
+]  # fmt: skip
 Compare = Annotated[
     bool,
     typer.Option(
@@ -120,14 +127,15 @@ def generate(
     compare: Compare = False,
     compare_image: CompareImage = None,
     heatmap: Heatmap = None,
+    trace: Trace = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Draw a picture from words, or many into a folder. The same seed gives the same picture, however it is drafted."""
     task = Task(
         prompts=texts(prompt, prompts, data, limit), listed=prompts is not None, n=n, seed=seed, out=out,
-        heatmap=heatmap, compare=compare or compare_image is not None, compare_image=compare_image, batch=batch,
-        overlong=overlong, force=force, json=json, quiet=quiet,
+        heatmap=heatmap, trace=trace, compare=compare or compare_image is not None, compare_image=compare_image,
+        batch=batch, overlong=overlong, force=force, json=json, quiet=quiet,
     )  # fmt: skip
     task.check()
     sampling = Sampling(guidance, temperature, top_k, top_p, negative, height, width)

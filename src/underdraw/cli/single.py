@@ -10,6 +10,7 @@ from underdraw.cli.report import close, compared, figures, progress, sentence, w
 from underdraw.cli.task import Sampling, Task, check_output
 
 if TYPE_CHECKING:
+    from underdraw.history import Step
     from underdraw.job import Job
     from underdraw.pipeline import Pipeline
     from underdraw.results import PipelineOutput
@@ -23,8 +24,14 @@ def draw_one(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
     check_output(path, task.force)
     arguments: dict[str, Any] = {"prompt": task.prompts, "seed": seed, **sampling.arguments()}
     total = work(pipe.model.layout(job.size))
+    steps: list[Step] = []
     with progress(total, silent=task.silent) as advance:
-        out = pipe(callback_on_step_end=advance, laws="skip" if task.heatmap is None else "keep", **arguments)
+
+        def note(own: Any, index: int, cell: int, known: dict[str, Any]) -> None:
+            advance(own, index, cell, known)
+            steps.append(known["step"])
+
+        out = pipe(callback_on_step_end=note, laws="skip" if task.heatmap is None else "keep", **arguments)
     record: dict[str, Any] = {
         "prompt": task.prompts[0], "seed": seed, "model": pipe.model.name, "out": str(path), **figures(out.stats),
         "settings": pipe.settings(job),
@@ -35,6 +42,11 @@ def draw_one(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
             plain = pipe.plain()(callback_on_step_end=advance, **arguments)
         record.update(compared(out, plain)[0])
     _write(pipe, task, job, out, plain, record)
+    if task.trace is not None:
+        from underdraw.evaluation.replay import Trace
+
+        kept = ("prompt", "seed", "model", "settings", "tokens_per_pass")
+        Trace.of(steps, {key: record[key] for key in kept}).save(task.trace)
     close(f"{path}: {sentence(record)}; seed {seed}", record, as_json=task.json, quiet=task.quiet)
 
 

@@ -83,6 +83,7 @@ class Task:
     force: bool
     json: bool
     quiet: bool
+    trace: Path | None = None
 
     @property
     def many(self) -> bool:
@@ -109,7 +110,8 @@ class Task:
         self._check_folder() if self.many else self._check_files()
 
     def _check_folder(self) -> None:
-        for name, given in (("--heatmap", self.heatmap), ("--compare-image", self.compare_image)):
+        alone = (("--heatmap", self.heatmap), ("--compare-image", self.compare_image), ("--trace", self.trace))
+        for name, given in alone:
             if given is not None:
                 raise ConfigError(f"{name} is for one picture; leave it out, or draw one prompt with --n 1.")
         if self.out is None:
@@ -127,6 +129,11 @@ class Task:
             raise ConfigError(f"{given[-1]} is asked for twice; give every output a name of its own.")
         for path in given:
             check_output(path, self.force)
+        if self.trace is not None:
+            if self.trace.exists() and not self.force:
+                raise ConfigError(f"{self.trace} exists; give another name, or --force to replace it.")
+            if not self.trace.parent.is_dir():
+                raise ConfigError(f"{self.trace} cannot be written: there is no folder {self.trace.parent}.")
 
     def file(self, seed: int) -> Path:
         """Where one picture goes: --out, or a name made of prompt and seed."""

@@ -17,7 +17,7 @@ from underdraw.calibration import Calibration
 from underdraw.drafters.block import Block, BlockNet
 from underdraw.drafters.eagle import Eagle, EagleNet
 from underdraw.errors import CheckpointError
-from underdraw.nn.linear import input_major
+from underdraw.nn.linear import arrange
 from underdraw.nn.session import DecoderTarget
 from underdraw.nn.storage import load_weights, save_weights
 from underdraw.nn.transformer import Arch
@@ -95,7 +95,7 @@ def load_drafter(folder: str | Path, target: DecoderTarget) -> Trained:
         )
     weight = target.net.head.weight
     net = net.to(weight.device, weight.dtype).eval().requires_grad_(False)
-    input_major(net)
+    arrange(net)
     calibration = Calibration(values["slope"], tuple(values["biases"]), values["miss"])
     make = Block if kind == "block" else Eagle
     return make(net, calibration, target.image_offset)  # type: ignore[arg-type]

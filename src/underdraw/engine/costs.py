@@ -49,7 +49,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Always:
+class Always:
     """One plan for every step."""
 
     tree: TreePlan
@@ -75,7 +75,7 @@ def measure(
         return 1000 * statistics.median(seconds[warm:] or seconds)
 
     plain = time(forced, NoTree())
-    small, deep, wide = (time(drafter, _Always(tree)) for tree in (_SMALL, _DEEP, _WIDE))
+    small, deep, wide = (time(drafter, Always(tree)) for tree in (_SMALL, _DEEP, _WIDE))
     node = max((wide - small) / (_WIDE.nodes - _SMALL.nodes), 0.002 * plain)
     level = max((deep - small - node * (_DEEP.nodes - _SMALL.nodes)) / (_DEEP.depth - _SMALL.depth), 0.0)
     base = max(small - node * _SMALL.nodes - level * _SMALL.depth, 0.5 * plain)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from underdraw.engine.passes import Laws, News, Passes, unpacked
-from underdraw.errors import ConfigError, unknown
+from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.nn.attention import Kernel
 from underdraw.nn.lasting import Frame, LastingDraft
 from underdraw.nn.session import DecoderSession
@@ -56,6 +56,16 @@ class CudaGraph:
 
     def replay(self) -> None:
         self.graph.replay()
+
+
+class Direct:
+    """Work that is done again instead of being replayed: the same passes where nothing can be captured."""
+
+    def __init__(self, work: Callable[[], Tensor]) -> None:
+        self.work, self.out = work, work()
+
+    def replay(self) -> None:
+        self.out = self.work()
 
 
 @functools.cache
@@ -108,7 +118,11 @@ class Graphs:
             return old
         while len(self.kept) >= KEPT:
             del self.kept[next(iter(self.kept))]  # the one that was not used for the longest time
-        session = target.open(prompts, sampler.layout, guidance=guidance)
+        try:
+            session = target.open(prompts, sampler.layout, guidance=guidance)
+        except CapacityError:
+            self.kept.clear()  # what was kept for later takes room that is needed now
+            session = target.open(prompts, sampler.layout, guidance=guidance)
         draft = drafter.open(prompts, sampler.layout, session.first, guidance=guidance)
         if not isinstance(session, DecoderSession) or not isinstance(draft, LastingDraft):
             return Passes(session, draft, verifier, sampler, proposal, laws)

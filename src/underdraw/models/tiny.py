@@ -10,7 +10,7 @@ from underdraw.errors import CheckpointError, ConfigError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import Family, Model, Placement, Published, Settings, Size
-from underdraw.nn.linear import input_major
+from underdraw.nn.linear import arrange
 from underdraw.nn.rope import Rope
 from underdraw.nn.session import DecoderTarget
 from underdraw.nn.storage import load_weights
@@ -46,7 +46,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
     net = Transformer(tiny_arch(size["text"], size["codes"], dim=size["dim"], layers=size["layers"]))
     net.load_state_dict(weights)
     net = net.to(placement.device, placement.dtype).eval().requires_grad_(False)
-    input_major(net)
+    arrange(net)
     codes = range(size["text"], size["text"] + size["codes"])
 
     def check(words: str) -> None:

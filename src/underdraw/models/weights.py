@@ -104,10 +104,11 @@ def module_slots(module: nn.Module, prefix: str = "", rename: Callable[[str], st
 
 
 def materialise(make: Callable[[], M], placement: Placement) -> M:
-    """An uninitialised module on its device, in its type, with its matrices input-major from the start."""
+    """An uninitialised module on its device, in its type, with its matrices as that device likes them."""
     with torch.device("meta"):
         module = make().to(placement.dtype)
-    input_major(module)  # strides only, as yet
+    if placement.device.type == "cpu":
+        input_major(module)  # strides only, as yet
     return module.to_empty(device=placement.device).eval().requires_grad_(False)
 
 

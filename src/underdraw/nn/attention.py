@@ -82,8 +82,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, kernel: Ke
     groups, length = keys.shape[1], visible.length
     keys, values = keys[:, :, :length], values[:, :, :length]
     q = q.transpose(1, 2)
-    if q.device.type != "cpu" and kernel == "fused":
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible.mask, enable_gqa=heads != groups)
+    if q.device.type != "cpu" and kernel == "fused" and heads == groups:  # it is slow where heads share keys
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible.mask)
         return out.transpose(1, 2).reshape(rows, count, heads * width)
     q = q.reshape(rows, groups, heads // groups, count, width).flatten(2, 3)
     rule = _attend_rows if q.device.type == "cpu" else _attend_products

@@ -44,6 +44,15 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+def arrange(module: nn.Module) -> None:
+    """Store matrices as their device multiplies best: input-major on a CPU, output-major elsewhere."""
+    for layer in module.modules():
+        if isinstance(layer, Linear) and layer.weight.device.type != "cpu":
+            layer.weight.data = layer.weight.data.contiguous()
+        elif isinstance(layer, Linear):
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+
+
 def input_major(module: nn.Module) -> None:
     """Store every matrix of the module's Linear layers input-major, in place: same values, other strides."""
     for layer in module.modules():

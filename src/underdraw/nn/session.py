@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from underdraw.errors import CapacityError, ConfigError
 from underdraw.layout import Layout
+from underdraw.nn import memory
 from underdraw.nn.lasting import Frame, Lasting
 from underdraw.nn.stream import Stream
 from underdraw.nn.transformer import Transformer
@@ -75,6 +76,8 @@ class DecoderSession(Lasting):
         if own is not None and own != layout.codes:
             raise ConfigError(f"the head gives {own} and the layout has {layout.codes}; use the model's own layout.")
         rows = self._rows(prompts)
+        weight, longest = target.net.head.weight, max(self.lengths)
+        memory.check(target.net.arch, len(prompts), self.copies, self._needed + room, longest, weight)
         self.stream = Stream(target.net, len(rows), self._needed + room)
         self.offset = torch.zeros_like(self.stream.length)  # (R,) sequence place of step 0
         self.first = self._begin(rows)

@@ -43,7 +43,7 @@ class Stream:
         """Forget every token."""
         self.forget()
         self.length.zero_()
-        self.known, self.span = [0] * len(self.known), None
+        self.known, self.span, self.regions = [0] * len(self.known), None, PLAIN
 
     def fix(self, more: int, quantum: int) -> int:
         """Make the next pass look at a fixed number of slots, enough for `more` new tokens; returns that number."""

@@ -1,0 +1,268 @@
+"""How close the engine comes to what the memory allows, with random weights of a published shape.
+
+Everything is measured in one run: the bandwidth of a large copy, the time that reading the weights once would take (the
+floor), a plain token, a pass of every size, a level of a drafter, and the same shape in transformers. Times of passes
+are the loop's own: the host's clock, from one plan to the next, with the copy to the host in them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from underdraw.drafters.block import Block
+from underdraw.drafters.eagle import Eagle
+from underdraw.drafters.forced import Forced
+from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.storage import build
+from underdraw.engine.costs import Always
+from underdraw.engine.decode import decode
+from underdraw.engine.graphs import Captured, CudaGraph, Direct, Graphs, compiled_regions
+from underdraw.evaluation.machine import about
+from underdraw.evaluation.replay import Replan, Replay, Trace
+from underdraw.history import History, Step
+from underdraw.models.family import Placement
+from underdraw.models.random import Shape, random_target, randomise, shape
+from underdraw.nn.attention import Kernel
+from underdraw.nn.linear import arrange
+from underdraw.nn.session import DecoderTarget
+from underdraw.nn.transformer import PLAIN
+from underdraw.plan import TreePlan
+from underdraw.policies.fixed import NoTree
+from underdraw.protocols import Drafter, TreePolicy, Verifier
+from underdraw.sampling import Sampler
+from underdraw.verifiers.exact import Exact
+
+SIZES = (8, 16, 32, 64, 128)
+WARM = 6  # passes until the pass of a kind is replayed: prompt, first, captured, and some to settle
+FORCED = "accepted lengths were forced from a trace; no picture was drawn with these weights"
+Kind = Literal["eagle", "block", "jacobi"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is measured, and how long."""
+
+    model: str
+    placement: Placement
+    compile: bool
+    batch: int = 1
+    passes: int = 40  # timed passes of each size
+    temperature: float = 1.0
+    sizes: tuple[int, ...] = SIZES
+    drafters: tuple[Kind, ...] = ("eagle", "block")  # whose levels are timed
+    kernel: Kernel = "fused"
+
+
+@dataclass
+class EngineBench:
+    """A random model and its captured passes."""
+
+    settings: Settings
+    tell: Callable[[str], None]
+    shape: Shape = field(init=False)
+    target: DecoderTarget = field(init=False)
+    graphs: Graphs = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = self.settings
+        self.shape = shape(given.model)
+        self.target = random_target(self.shape.arch, given.placement)
+        record = CudaGraph if self.device.type == "cuda" else Direct
+        regions = compiled_regions() if given.compile else PLAIN
+        self.graphs = Graphs(record=record, regions=regions, kernel=given.kernel, tell=self.tell)
+
+    @property
+    def device(self) -> torch.device:
+        return self.settings.placement.device
+
+    def draw(
+        self, drafter: Drafter, policy: TreePolicy, *, graphs: Graphs | None = None, verifier: Verifier | None = None,
+        passes: int | None = None,
+    ) -> list[Step]:  # fmt: skip
+        """The passes of a picture, or the first few; steps of the first image alone."""
+        given, own = self.settings, self.shape
+        sampler = Sampler(
+            own.layout, range(given.batch), temperature=given.temperature, top_k=own.top_k, device=self.device
+        )  # fmt: skip
+        steps = []
+        for step in decode(
+            self.target, drafter, policy, verifier or Exact(), own.prompts(given.batch), sampler,
+            guidance=own.guidance, histories=[History(own.layout) for _ in range(given.batch)],
+            graphs=graphs or self.graphs,
+        ):  # fmt: skip
+            if step.sequence == 0:
+                steps.append(step)
+                if len(steps) == passes:
+                    break
+        return steps
+
+    def pass_ms(self, drafter: Drafter, policy: TreePolicy, graphs: Graphs | None = None) -> float:
+        """Milliseconds of a pass of one kind: the median of some from the start of a picture."""
+        steps = self.draw(drafter, policy, graphs=graphs, passes=WARM + self.settings.passes)
+        return 1000 * statistics.median(step.seconds for step in steps[WARM:])
+
+    def drafter(self, kind: Kind) -> Drafter:
+        """A drafter of the usual size beside the target, with random weights."""
+        if kind == "jacobi":
+            return Jacobi()
+        arch = self.shape.arch
+        sizes = {"layers": 1 if kind == "eagle" else 2, "ffn": arch.ffn, "above": True, "slots": 16, "markov_dim": 512}
+        with torch.device("cpu"):
+            net = build(self.target, kind, sizes)
+        embedding, head = net.body.embedding, net.body.head
+        net.body.embedding, net.body.head = torch.nn.Identity(), torch.nn.Identity()  # type: ignore[assignment]
+        net = net.to(self.device, self.settings.placement.dtype).eval().requires_grad_(False)
+        randomise(net)
+        arrange(net)
+        net.body.embedding, net.body.head = embedding, head
+        return (Block if kind == "block" else Eagle)(net)  # type: ignore[arg-type]
+
+    def plain(self) -> dict[str, Any]:
+        """A token of plain decoding over a whole picture, the second one, with all passes captured; and what the host
+        adds to the device's own time."""
+        self.tell("a whole picture, plain")
+        self.draw(Forced(), NoTree())
+        steps = self.draw(Forced(), NoTree())
+        spent = 1000 * sum(step.seconds for step in steps) / sum(len(step.tokens) for step in steps)
+        device = self._device_ms()
+        median = 1000 * statistics.median(step.seconds for step in steps)
+        found = {"ms_per_token": spent, "median_pass_ms": median, "device_pass_ms": device}
+        return {**found, "host_share": None if device is None else max(0.0, 1 - device / median)}
+
+    def _device_ms(self) -> float | None:
+        """The captured passes of the last picture by the device's own clock, averaged over kinds."""
+        passes = list(self.graphs.kept.values())[-1]
+        assert isinstance(passes, Captured)
+        runs = [run for run in passes.runs.values() if isinstance(run, CudaGraph)]
+        return statistics.mean(device_ms(run.replay) for run in runs) if runs else None
+
+    def verify(self) -> dict[str, float]:
+        """A pass over so many nodes, without drafting."""
+        found = {}
+        for size in self.settings.sizes:
+            self.tell(f"a pass over {size} nodes")
+            found[str(size)] = self.pass_ms(Forced(), NoTree(), self.graphs.padded(size))
+        return found
+
+    def levels(self) -> dict[str, Any]:
+        """What one more level of a drafter costs, by how many nodes it expands: differences of passes of one size."""
+        found: dict[str, Any] = {}
+        for kind in self.settings.drafters:
+            drafter = self.drafter(kind)
+            found[kind] = {}
+            for width in (1, 8, 16):
+                self.tell(f"levels of {width} nodes, {kind}")
+                low, high = (
+                    self.pass_ms(drafter, Always(TreePlan(depth, width, min(width, 4), 32))) for depth in (2, 8)
+                )
+                found[kind][str(width)] = (high - low) / 6
+            self.graphs.kept.clear()
+        return found
+
+    def replay(self, trace: Trace, kind: Kind) -> dict[str, Any]:
+        """A whole picture with the accepted lengths of a trace."""
+        self.tell(f"a whole picture, replayed, {kind}")
+        drafter, verifier = self.drafter(kind), Replay(trace, self.device)
+        seconds, steps = [], []
+        for _ in range(3):
+            verifier.rewind()
+            steps = self.draw(drafter, Replan(trace), verifier=verifier)
+            seconds.append(sum(step.seconds for step in steps))
+        tokens = sum(len(step.tokens) for step in steps)
+        passes = list(self.graphs.kept.values())[-1]
+        return {
+            "drafter": kind, "ms_per_token": 1000 * min(seconds[1:]) / tokens, "tokens_per_pass": tokens / len(steps),
+            "first_picture_seconds": seconds[0], "kinds": len(passes.runs), "trace": trace.about, "note": FORCED,
+        }  # fmt: skip
+
+
+def device_ms(work: Callable[[], Any], repeats: int = 20) -> float:
+    """The median by the device's clock, or the host's where there is no device."""
+    times = []
+    for _ in range(repeats):
+        if torch.cuda.is_available():
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            work()
+            ended.record()
+            ended.synchronize()
+            times.append(began.elapsed_time(ended))
+        else:
+            start = time.perf_counter()
+            work()
+            times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large copy, read and written."""
+    size = 2**32 if device.type == "cuda" else 2**26
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / (device_ms(lambda: target.copy_(source)) / 1000)
+
+
+def weight_bytes(target: DecoderTarget) -> int:
+    """What a pass has to read: everything but the embedding, of which it looks up a few rows."""
+    parameters = [(name, value) for name, value in target.net.named_parameters() if "embedding" not in name]
+    return sum(value.numel() * value.element_size() for _, value in parameters)
+
+
+def layouts(target: DecoderTarget, rows: int) -> dict[str, float]:
+    """One matrix of the model times a few rows, stored either way: microseconds."""
+    weight = target.net.blocks[0].gate_up.weight  # type: ignore[union-attr]
+    assert isinstance(weight, Tensor)
+    x = torch.randn(rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
+    either = {"output_major": weight.contiguous(), "input_major": weight.t().contiguous().t()}
+    return {name: 1000 * device_ms(lambda w=own: torch.nn.functional.linear(x, w)) for name, own in either.items()}  # type: ignore[misc]
+
+
+def nothing(_: dict[str, Any]) -> None:
+    """Keeps no parts."""
+
+
+@torch.inference_mode()
+def measure(
+    settings: Settings, traces: Sequence[tuple[Trace, Kind]], tell: Callable[[str], None], *, baseline: bool,
+    keep: Callable[[dict[str, Any]], None] = nothing,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything there is to know, as a record; `keep` is given what is known so far after every part."""
+    device = settings.placement.device
+    speed = bandwidth(device)
+    bench = EngineBench(settings, tell)
+    read = weight_bytes(bench.target)
+    record: dict[str, Any] = {
+        "model": f"random:{settings.model}", "machine": about(device), "batch": settings.batch,
+        "guidance": bench.shape.guidance, "temperature": settings.temperature, "top_k": bench.shape.top_k,
+        "dtype": str(settings.placement.dtype).removeprefix("torch."), "compiled": settings.compile,
+        "attention": settings.kernel, "tokens": bench.shape.layout.stop - bench.shape.layout.start,
+        "bytes_a_pass": read, "bandwidth_bytes_per_second": speed, "floor_ms": 1000 * read / speed,
+        "layouts_us": layouts(bench.target, 2 * settings.batch), "verify_ms": {}, "level_ms": {}, "replays": [],
+    }  # fmt: skip
+    plain = bench.plain()
+    record["plain"] = {**plain, "over_floor": plain["ms_per_token"] / record["floor_ms"]}
+    keep(record)
+    for trace, kind in traces:
+        found = bench.replay(trace, kind)
+        record["replays"].append({**found, "over_plain": plain["ms_per_token"] / found["ms_per_token"]})
+        keep(record)
+    record["verify_ms"] = {"1": plain["median_pass_ms"], **bench.verify()}
+    keep(record)
+    record["level_ms"] = bench.levels()
+    if device.type == "cuda":
+        record["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    keep(record)
+    if baseline:
+        from underdraw.models.baseline import transformers_ms
+
+        tell("transformers, as it is")
+        record["transformers"] = transformers_ms(settings.model, bench.shape, settings.placement, settings.batch)
+        keep(record)
+    return record

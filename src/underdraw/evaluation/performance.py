@@ -1,0 +1,64 @@
+"""docs/performance.md: the records of `underdraw bench engine` as tables. Nothing is measured here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def rows(record: Record) -> Iterator[tuple[str, str]]:
+    """What was measured, as names and values."""
+    plain = record["plain"]
+    yield "copy bandwidth", f"{record['bandwidth_bytes_per_second'] / 1e12:.2f} TB/s"
+    yield "weights read a pass", f"{record['bytes_a_pass'] / 1e9:.2f} GB"
+    yield "floor", f"{record['floor_ms']:.2f} ms"
+    yield "plain, a token", f"{plain['ms_per_token']:.2f} ms, {plain['over_floor']:.2f} x floor"
+    if plain["host_share"] is not None:
+        yield "host's share of a pass", f"{100 * plain['host_share']:.1f} %"
+    for size, spent in record["verify_ms"].items():
+        yield f"pass over {size} nodes", f"{spent:.2f} ms, {spent / plain['median_pass_ms']:.2f} x plain"
+    for kind, widths in record["level_ms"].items():
+        for width, spent in widths.items():
+            yield f"one level, {kind}, {width} nodes", f"{spent:.3f} ms"
+    if "transformers" in record:
+        other = record["transformers"]
+        ratio = other["ms_per_token"] / plain["ms_per_token"]
+        yield (
+            f"transformers {other['version']} ({other['class']})",
+            f"{other['ms_per_token']:.2f} ms, {ratio:.1f} x plain",
+        )
+    for replay in record["replays"]:
+        name = f"replayed, {replay['drafter']}, {replay['tokens_per_pass']:.2f} tokens a pass (forced)"
+        yield name, f"{replay['ms_per_token']:.2f} ms a token, {replay['over_plain']:.2f} x as fast as plain"
+
+
+def page(records: Sequence[Record]) -> str:
+    """The tables of several records as Markdown."""
+    parts = []
+    for record in records:
+        machine = record["machine"]
+        parts.append(f"## {record['model']}, {record['dtype']}, batch {record['batch']}\n")
+        parts.append(
+            f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}, commit {machine['commit']}; "
+            f"guidance {record['guidance']}, temperature {record['temperature']}, top-k {record['top_k']}, "
+            f"{record['tokens']} tokens, compiled: {record['compiled']}, attention: {record['attention']}.\n"
+        )
+        parts.append("| what | value |\n|---|---|")
+        parts.extend(f"| {name} | {value} |" for name, value in rows(record))
+        notes = dict.fromkeys(replay["note"] for replay in record["replays"])
+        parts.extend(f"\nReplayed: {note}." for note in notes)
+        parts.append("")
+    return "\n".join(parts)
+
+
+def write_page(files: Sequence[Path], into: Path) -> None:
+    """Put the tables between the two marks of a page."""
+    start, stop = "<!-- figures -->", "<!-- /figures -->"
+    text = into.read_text(encoding="utf-8")
+    before, after = text.split(start)[0], text.split(stop)[1]
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    into.write_text(f"{before}{start}\n{page(records)}{stop}{after}", encoding="utf-8")

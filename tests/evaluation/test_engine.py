@@ -1,0 +1,142 @@
+"""`underdraw bench engine` on a toy shape, and traces: what was accepted once is accepted again, with any weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+
+from underdraw.cli.app import main
+from underdraw.drafters.jacobi import Jacobi
+from underdraw.engine.graphs import Direct, Graphs
+from underdraw.errors import ConfigError
+from underdraw.evaluation.performance import page, write_page
+from underdraw.evaluation.replay import Replan, Replay, Trace
+from underdraw.models.baseline import transformers_ms
+from underdraw.models.family import Placement
+from underdraw.models.random import SHAPES, shape
+from underdraw.nn.rope import Rope
+from underdraw.nn.transformer import Transformer
+from underdraw.plan import TreePlan
+from underdraw.registry import policies
+
+PARAMETERS = {"anole-7b": 6.7, "lumina-7b": 6.7, "llamagen-xl": 0.75, "janus-7b": 6.8, "emu3-8b": 8.0}  # billions
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_shapes_have_their_published_sizes(name: str) -> None:
+    own = shape(name)
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in Transformer(own.arch).parameters())
+    assert abs(count / 1e9 / PARAMETERS[name] - 1) < 0.06
+    assert own.layout.columns >= len(own.arch.outputs or ())
+    assert set(SHAPES) == {*PARAMETERS, "toy"}
+
+
+def recorded() -> tuple[Trace, list[int]]:
+    of = toy.target()
+    _, _, steps = toy.run(of, Jacobi(), policies.build("chain:depth=4"), layout=toy.ROW_ENDS, guidance=2.0)
+    return Trace.of(steps, {"model": "toy"}), [step.accepted for step in steps]
+
+
+@pytest.mark.parametrize("name", ["eagle", "block", "jacobi"])
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "as-it-is"])
+def test_a_replay_accepts_what_the_trace_says(name: str, captured: bool) -> None:
+    trace, accepted = recorded()
+    assert sum(accepted) > 0
+    of = toy.target(9)
+    drafter: Any = {"eagle": toy.eagle(of), "block": toy.block(of), "jacobi": Jacobi()}[name]
+    verifier, graphs = Replay(trace, torch.device("cpu")), Graphs(record=Direct) if captured else None
+    for _ in range(2):
+        verifier.rewind()
+        _, histories, steps = toy.run(
+            of, drafter, Replan(trace), verifier=verifier, layout=toy.ROW_ENDS, guidance=2.0, graphs=graphs
+        )
+        assert [step.accepted for step in steps] == accepted
+        assert histories[0].done
+        ends = histories[0].tokens[toy.ROW_ENDS.start :][toy.ROW_ENDS.width :: toy.ROW_ENDS.pitch]
+        assert set(ends.tolist()) == {toy.ROW_ENDS.row_end}, "forced tokens stay where they belong"
+
+
+def test_traces_come_back_from_their_files(tmp_path: Path) -> None:
+    trace, _ = recorded()
+    trace.save(tmp_path / "trace.json")
+    again = Trace.load(tmp_path / "trace.json")
+    assert again == trace
+    assert again.tokens_per_pass > 1
+    for text in ("{}", "nonsense", '{"kind": "underdraw-trace", "passes": []}', '{"kind": "x", "passes": [[1]]}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ConfigError, match="is no trace"):
+            Trace.load(tmp_path / "bad.json")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Trace((TreePlan(3, 2, 2, 8),), (2,), {"model": "made up"}).save(tmp_path / "trace.json")
+    words = ["bench", "engine", "--model", "random:toy", "--passes", "2", "--no-transformers", "--json"]
+    words += ["--replay", str(tmp_path / "trace.json"), "--out", str(tmp_path / "out.json"), "--device", "cpu"]
+    assert main(words) == 0
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert json.loads(capsys.readouterr().out) == record
+    assert set(record["verify_ms"]) == {"1", "8", "16", "32", "64", "128"}
+    assert set(record["level_ms"]) == {"eagle", "block"}
+    assert record["plain"]["over_floor"] > 1
+    (replay,) = record["replays"]
+    assert "forced" in replay["note"] and abs(replay["tokens_per_pass"] - 3) < 0.1
+    (tmp_path / "page.md").write_text("before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n")
+    write_page([tmp_path / "out.json"], tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert page([record]) in text and "old" not in text and text.startswith("before") and text.endswith("after\n")
+    assert "(forced)" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", "tiny"], "no published shape"),
+        (["--model", "random:gpt"], "random model"),
+        (["--model", "random:toy", "--batch", "9"], "--batch 9"),
+        (["--model", "random:toy", "--device", "cpu", "--compile", "on"], "needs a CUDA device"),
+        (["--model", "random:toy", "--replay-drafter", "block"], "belongs to a --replay"),
+    ],
+)
+def test_bad_words_are_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("anole-7b", "ChameleonForConditionalGeneration"),
+        ("lumina-7b", "ChameleonForConditionalGeneration"),
+        ("llamagen-xl", "LlamaForCausalLM"),
+        ("emu3-8b", "Emu3ForCausalLM"),
+    ],
+)
+def test_the_baseline_of_every_family(name: str, expected: str) -> None:
+    """The classes of transformers, with the family's vocabulary and little else of its size."""
+    own = shape(name)
+    arch = replace(own.arch, dim=32, layers=1, heads=4, kv_heads=2, head_dim=8, ffn=16, rope=Rope.one_axis(8))
+    place = Placement(torch.device("cpu"), torch.float32)
+    found = transformers_ms(name, replace(own, arch=arch), place, 1)
+    assert found["class"] == expected and found["ms_per_token"] > 0
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_gpu_session_on_a_toy(tmp_path: Path) -> None:
+    """The command for a machine with a GPU, with a toy model: every part is on disk in the end."""
+    root = Path(__file__).parent.parent.parent
+    words = [sys.executable, "benchmarks/gpu_session.py", str(tmp_path), "--tiny", "--only", "anole-7b"]
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout
+    assert json.loads((tmp_path / "session.json").read_text())[0]["code"] == 0
+    record = json.loads((tmp_path / "toy-fused.json").read_text())
+    assert len(record["replays"]) == len(list((root / "benchmarks" / "traces").glob("*.json"))) >= 2
+    assert "transformers" in record

@@ -20,11 +20,12 @@ from torch import Tensor
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.layout import Layout
 from underdraw.models.tiny import tiny_arch
-from underdraw.nn.storage import load_weights
+from underdraw.nn.storage import load_weights, save_weights
 from underdraw.nn.text import BEGIN, PAD, TextTokenizer
 from underdraw.nn.transformer import Transformer
-from underdraw.nn.vq import VQTokenizer, load_tokenizer
+from underdraw.nn.vq import VQTokenizer, load_tokenizer, save_tokenizer
 from underdraw.training import model as model_training
+from underdraw.training.checkpoint import load_state
 from underdraw.training.collect import portrait_phrase
 from underdraw.training.compose import COLOURS, PALETTE, Composer, Painter, Recipe, Scenes, Sizes
 from underdraw.training.data import Pack, Picture, caption, is_held_out, pair_caption, write_pack
@@ -36,7 +37,6 @@ from underdraw.training.text import caption_texts, learn
 from underdraw.training.tokenizer import (
     SMOKE_ARCH,
     Evaluator,
-    Progress,
     TokenizerTraining,
     Trainer,
     train,
@@ -376,15 +376,42 @@ def test_tokenizer_training_learns_and_continues(pack: Pack, painter: Painter, t
     trainer = Trainer(VQTokenizer(SMOKE_ARCH), Composer(pack), painter, None, options)
     before = evaluator.measure(trainer.average)
     out = tmp_path / "tokenizer"
-    after = train(trainer, evaluator, out, Progress())
+    after = train(trainer, evaluator, out)
     assert after.psnr > before.psnr and 0 <= after.kept <= 1
     assert (out / "sheet.png").exists()
     model, known = load_tokenizer(out)
-    progress = Progress(**known)
-    assert progress.step == trainer.steps and progress.seconds == options.seconds
+    assert known == {"step": trainer.steps, "seconds": round(trainer.seconds)}
+    state = load_state(out)
+    assert state is not None
     resumed = Trainer(model, Composer(pack), painter, None, options)
-    train(resumed, evaluator, out, progress)
-    assert resumed.steps == 0  # the budget was spent, so nothing more was trained
+    resumed.restore(state)
+    train(resumed, evaluator, out)
+    assert resumed.steps == trainer.steps  # the budget was spent, so nothing more was trained
+    for one, other in zip(trainer.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    trainer.step(1.0)
+    resumed.step(1.0)
+    moved = zip(trainer.optimizer.state.values(), resumed.optimizer.state.values(), strict=True)
+    assert all(one["step"] == other["step"] == trainer.steps for one, other in moved)  # the moments went on
+
+
+def test_weights_of_other_levels_are_a_start(pack: Pack, tmp_path: Path) -> None:
+    """A tokenizer takes over all weights; a model's new codes start as the nearest old ones."""
+    text = learn(caption_texts(pack), size=400)
+    old = VQTokenizer(SMOKE_ARCH)
+    new = VQTokenizer(dataclasses.replace(SMOKE_ARCH, levels=(4, 3, 3, 3)))
+    new.load_state_dict(old.state_dict())
+    save_tokenizer(tmp_path / "tokenizer", old, {})
+    nets = [Transformer(tiny_arch(text.size, tokenizer.arch.codes, dim=64, layers=1)) for tokenizer in (old, new)]
+    initialise(nets[0], 0)
+    save_weights(tmp_path / "decoder", nets[0].state_dict(), {}, "bf16")
+    model_training.inherit(nets[1], tmp_path, new.codebook, text.size)
+    first, last = new.codebook[0], new.codebook[-1]  # the corners of the box are in both codebooks
+    assert torch.equal(first, old.codebook[0]) and torch.equal(last, old.codebook[-1])
+    for name in ("embedding.weight", "head.weight"):
+        mine, theirs = (dict(net.named_parameters())[name].detach() for net in reversed(nets))
+        assert torch.equal(mine[-1], theirs[-1].bfloat16().float())
+    assert torch.equal(nets[1].embedding.weight[: text.size], nets[0].embedding.weight[: text.size].bfloat16().float())
 
 
 def test_unsteadiness_counts_what_it_says(pack: Pack) -> None:

@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import math
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -83,6 +84,17 @@ def initialise(net: Transformer, seed: int) -> None:
                 continue
             scale = 0.02 / math.sqrt(2 * net.arch.layers) if name.endswith(("out.weight", "down.weight")) else 0.02
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def inherit(net: Transformer, folder: Path, codebook: Tensor, text: int) -> None:
+    """Weights of a tiny model; a code of another codebook starts as the nearest one of that model's own."""
+    weights, _ = load_weights(folder / "decoder")
+    known = load_tokenizer(folder / "tokenizer")[0].codebook
+    nearest = torch.cdist(codebook, known).argmin(1)
+    rows = weights["embedding.weight"]
+    weights["embedding.weight"] = torch.cat([rows[:text], rows[text + nearest]])
+    weights["head.weight"] = weights["head.weight"][nearest]
+    net.load_state_dict(weights)
 
 
 class Scorer(nn.Module):
@@ -308,6 +320,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer", type=Path, required=True, help="image tokenizer that `underdraw train tokenizer` wrote"
     )
+    parser.add_argument("--init", type=Path, help="start from this tiny model; its tokenizer may have other codes")
     parser.add_argument("--prompts", type=Path, help="text file, one prompt a line, for the contact sheets")
     parser.add_argument("--save-every", type=float, default=defaults.save_every, help="seconds")
     parser.add_argument("--decay", type=float, default=defaults.decay, help="last share, in which the rate falls")
@@ -326,7 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer, _ = load_tokenizer(options.tokenizer)
     options.out.mkdir(parents=True, exist_ok=True)
     vocabulary = options.out / "text.json"
-    if not vocabulary.exists():
+    if not vocabulary.exists() and options.init:
+        shutil.copyfile(options.init / "decoder" / "text.json", vocabulary)
+    elif not vocabulary.exists():
         learn(caption_texts(pack)).save(vocabulary)
     text = TextTokenizer.load(vocabulary)
     side = pack.px // tokenizer.downsample
@@ -339,6 +354,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         weights, about_them = load_weights(options.out)
         net.load_state_dict(weights)
         known = about_them["progress"]
+    elif state is None and options.init:
+        inherit(net, options.init, tokenizer.codebook, text.size)
     log.info(
         "%.1f M parameters, %d text tokens, %d x %d codes",
         sum(p.numel() for p in net.parameters()) / 1e6,

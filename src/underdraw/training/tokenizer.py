@@ -1,9 +1,8 @@
 """Trains the tiny family's image tokenizer: `underdraw train tokenizer --pack P --lpips L --out DIR`.
 
 L1 + L2 + LPIPS on composed pictures, and a loss that makes codes repeat where the picture does. AdamW with a cosine
-over a budget of seconds, an exponential moving average of the weights, which is what is written. The output folder is
-also the checkpoint: run the same command again after an interruption and it goes on from the last one, with fresh
-optimiser moments behind a short warm-up.
+over a budget of seconds, an exponential moving average of the weights, which is what is written. The same command goes
+on from the folder that it wrote: exactly, or, where only the weights are left, with fresh moments behind a warm-up.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,10 +24,12 @@ from torch import Tensor, nn
 
 from underdraw.errors import UnderdrawError
 from underdraw.nn.vq import TokenizerArch, VQTokenizer, load_tokenizer, save_tokenizer
+from underdraw.training.checkpoint import load_state, save_state
 from underdraw.training.command import run, trainer_parser
 from underdraw.training.compose import COLOURS, Composer, Painter, Recipe, Scenes
 from underdraw.training.data import Pack
 from underdraw.training.losses import LPIPS
+from underdraw.training.optim import follow
 from underdraw.training.sheet import contact_sheet
 
 log = logging.getLogger(__name__)
@@ -45,9 +46,13 @@ RECIPE = Recipe(flip=0.5, small=0.35, pair=0.18, style_weights={})
 
 @dataclass(frozen=True, slots=True)
 class TokenizerTraining:
-    """Options of one run. `seconds` counts training and evaluation, not loading and compiling."""
+    """Options of one run. `seconds` counts training, not loading, compiling or measuring.
+
+    A run that ends at `pause` seconds, or is interrupted, goes on when it is started again.
+    """
 
     seconds: float = 240.0
+    pause: float = math.inf
     batch: int = 64
     learning_rate: float = 4e-4
     warmup: int = 100
@@ -61,14 +66,6 @@ class TokenizerTraining:
     evaluate_every: float = 60.0
     compile: Literal["auto", "on", "off"] = "auto"
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a run has come; kept in its checkpoint."""
-
-    step: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +208,27 @@ class Trainer:
         compiled = options.compile == "on" or (options.compile == "auto" and self.device.type == "cuda")
         self._reconstruct = torch.compile(self.model) if compiled else self.model
         self._lpips = torch.compile(lpips) if compiled and lpips is not None else lpips
-        self._rng = np.random.default_rng(options.seed)
-        self.steps = 0  # of this run, for the warm-up
+        self._rng: np.random.Generator | None = None
+        self.steps, self.warm, self.seconds = 0, 0, 0.0  # all steps; steps with these moments; training time
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next run needs to go on as if nothing had happened."""
+        return {
+            "model": self.model.state_dict(), "average": self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps, "warm": self.warm, "seconds": self.seconds,
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.average.load_state_dict(state["average"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps, self.warm, self.seconds = state["steps"], state["warm"], state["seconds"]
 
     def rate(self, share: float) -> float:
         """Learning rate when `share` of the budget is spent."""
         cosine = max(0.02, 0.5 + 0.5 * math.cos(math.pi * min(1.0, share)))
-        return self.options.learning_rate * cosine * min(1.0, (self.steps + 1) / self.options.warmup)
+        return self.options.learning_rate * cosine * min(1.0, (self.warm + 1) / self.options.warmup)
 
     def step(self, share: float) -> dict[str, Tensor]:
         """One batch; returns losses that are still on the device."""
@@ -239,13 +250,14 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.steps += 1
-        decay = min(options.ema, self.steps / (self.steps + 10))
-        with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - decay)
+        self.warm += 1
+        follow(self.average.parameters(), self.model.parameters(), options.ema, self.steps)
         return {"loss": loss.detach(), "l1": l1.detach(), "lpips": lpips.detach(), "unsteady": steady.detach()}
 
     def _twins(self) -> Tensor:
         """A batch of pictures, the second half with the first half's sprites on other backgrounds."""
+        if self._rng is None:  # never the pictures of an earlier run
+            self._rng = np.random.default_rng(self.options.seed + self.steps)
         scenes = self.composer.draw(self.options.batch // 2, self._rng)
         others = self.composer.draw(self.options.batch // 2, self._rng)
         sprites = scenes.rows[:, 0] >= 0
@@ -261,37 +273,44 @@ class Trainer:
         return torch.cat([self.painter.paint(scenes), self.painter.paint(twins)])
 
 
-def train(trainer: Trainer, evaluator: Evaluator, out: Path, progress: Progress) -> Quality:
-    """Run the budget out from where `progress` stands; returns the quality of the averaged weights."""
+def train(trainer: Trainer, evaluator: Evaluator, out: Path) -> Quality:
+    """Run the budget out, saving and measuring now and then; returns the quality of the averaged weights."""
     options = trainer.options
-    done = progress.seconds
-    if done < options.seconds:
-        begin = time.perf_counter()
-        trainer.step(done / options.seconds)["loss"].item()  # compiles, so it is not on the clock
-        log.info("first step after %.1f s", time.perf_counter() - begin)
-    start = time.perf_counter() - done
-    reported, evaluated, reported_step = done, done, trainer.steps
-    while (now := time.perf_counter() - start) < options.seconds:
-        losses = trainer.step(now / options.seconds)
-        if now - reported >= options.report_every:
-            values = {name: value.item() for name, value in losses.items()}
-            speed = (trainer.steps - reported_step) * options.batch / (time.perf_counter() - start - reported)
-            text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-            log.info("%6.0f s  step %d  %.0f images/s  %s", now, progress.step + trainer.steps, speed, text)
-            if not math.isfinite(values["loss"]):
-                raise UnderdrawError(
-                    f"the loss is {values['loss']}; start again from {out} with a lower --learning-rate"
-                )
-            reported, reported_step = time.perf_counter() - start, trainer.steps
-        if now - evaluated >= options.evaluate_every:
-            save_tokenizer(out, trainer.average, {"step": progress.step + trainer.steps, "seconds": now})
-            log.info("%6.0f s  %s", now, evaluator.measure(trainer.average))
-            reported = evaluated = time.perf_counter() - start
-            reported_step = trainer.steps
-    save_tokenizer(out, trainer.average, {"step": progress.step + trainer.steps, "seconds": max(done, options.seconds)})
-    quality = evaluator.measure(trainer.average, out / "sheet.png")
-    log.info("%6.0f s  final  %s", time.perf_counter() - start, quality)
-    return quality
+    end = min(options.seconds, options.pause)
+
+    def show(sheet: Path | None = None) -> Quality:
+        save_tokenizer(out, trainer.average, {"step": trainer.steps, "seconds": round(trainer.seconds)})
+        quality = evaluator.measure(trainer.average, sheet)
+        log.info("%6.0f s  %s", trainer.seconds, quality)
+        return quality
+
+    if trainer.seconds < end:
+        trainer.step(trainer.seconds / options.seconds)["loss"].item()  # compiles, so it is not on the clock
+    began, counted = time.perf_counter() - trainer.seconds, trainer.steps
+    reported = evaluated = trainer.seconds
+    try:
+        while trainer.seconds < end:
+            losses = trainer.step(trainer.seconds / options.seconds)
+            trainer.seconds = time.perf_counter() - began
+            if trainer.seconds - reported >= options.report_every:
+                values = {name: value.item() for name, value in losses.items()}
+                trainer.seconds = time.perf_counter() - began
+                speed = (trainer.steps - counted) * options.batch / (trainer.seconds - reported)
+                text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+                log.info("%6.0f s  step %d  %.0f images/s  %s", trainer.seconds, trainer.steps, speed, text)
+                if not math.isfinite(values["loss"]):
+                    raise UnderdrawError(
+                        f"the loss is {values['loss']}; delete {out} and start with a lower --learning-rate"
+                    )
+                reported, counted = trainer.seconds, trainer.steps
+            if trainer.seconds - evaluated >= options.evaluate_every and trainer.seconds < end:
+                save_state(out, trainer.state())
+                show()
+                evaluated = trainer.seconds
+                began = time.perf_counter() - evaluated  # measuring is not on the clock
+    finally:
+        save_state(out, trainer.state())
+    return show(out / "sheet.png")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -300,13 +319,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lpips", type=Path, help="LPIPS weights of underdraw.training.losses; without them pictures come out soft"
     )
-    parser.add_argument("--init", type=Path, help="start from these weights instead of random ones")
+    parser.add_argument("--init", type=Path, help="start from these weights instead of random ones; levels may differ")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default=defaults.compile)
     parser.add_argument("--levels", type=int, nargs="+", default=[8, 5, 5, 5], help="of each dimension of a code")
     parser.add_argument("--encoder-norm", choices=("cell", "group"), default="cell")
     parser.add_argument("--encoder-padding", choices=("zeros", "replicate"), default="replicate")
     parser.add_argument("--steady-weight", type=float, default=defaults.steady_weight)
     parser.add_argument("--evaluate-every", type=float, default=defaults.evaluate_every, help="seconds; also saves")
+    parser.add_argument("--pause", type=float, default=defaults.pause, help="stop at so many seconds, to go on later")
     parser.add_argument("--smoke", action="store_true", help="a small model on a small part of the pack")
     return parser
 
@@ -319,6 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     settings = TokenizerTraining(
         seconds=options.seconds,
+        pause=options.pause,
         batch=options.batch,
         learning_rate=options.learning_rate,
         held_out=16 if options.smoke else TokenizerTraining().held_out,
@@ -332,16 +353,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SMOKE_ARCH if options.smoke else TokenizerArch(), levels=tuple(options.levels),
         encoder_norm=options.encoder_norm, encoder_padding=options.encoder_padding,
     )  # fmt: skip
-    progress = Progress()
     with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU, the same for every device
         torch.manual_seed(options.seed)
         model = VQTokenizer(arch)
-    if (options.out / "model-0.safetensors").exists():
+    known: dict[str, Any] = {}
+    state = load_state(options.out)
+    if state is not None or (options.out / "model-0.safetensors").exists():
         model, known = load_tokenizer(options.out)
-        progress = Progress(**known)
-        log.info("continuing %s at step %d, %.0f s", options.out, progress.step, progress.seconds)
     elif options.init:
-        model, _ = load_tokenizer(options.init)
+        model.load_state_dict(load_tokenizer(options.init)[0].state_dict())
     sides = [sum(p.numel() for p in side.parameters()) / 1e6 for side in (model.encoder, model.decoder)]
     log.info("encoder %.1f M, decoder %.1f M parameters", *sides)
     pack = Pack(options.pack).thinned(25 if options.smoke else 1)
@@ -350,7 +370,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lpips = LPIPS(options.lpips).to(options.device) if options.lpips else None
     evaluator = Evaluator(pack, painter, lpips, settings.held_out)
     trainer = Trainer(model, Composer(pack, "train", RECIPE, model.downsample), painter, lpips, settings)
-    train(trainer, evaluator, options.out, progress)
+    if state is not None:
+        trainer.restore(state)
+    elif known:
+        trainer.steps, trainer.seconds = known["step"], known["seconds"]
+    if trainer.steps:
+        log.info("continuing %s at step %d, %.0f s", options.out, trainer.steps, trainer.seconds)
+    train(trainer, evaluator, options.out)
 
 
 if __name__ == "__main__":

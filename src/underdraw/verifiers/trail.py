@@ -14,8 +14,7 @@ class Trail:
     def __init__(self, tree: DraftTree) -> None:
         self.node = torch.zeros_like(tree.tokens[:, 0])  # (B,)
         self.walking = torch.ones_like(self.node, dtype=torch.bool)  # (B,)
-        self._path = [self.node]
-        self._went: list[Tensor] = []
+        self._path, self._went = [self.node], [self.walking]
 
     def step(self, child: Tensor, accepted: Tensor) -> None:
         """Go on to the children (B,) that were accepted (B,); the other walks have ended."""
@@ -30,8 +29,5 @@ class Trail:
 
     def verdict(self, token: Tensor) -> Verdict:
         """The verdict, given the target's own tokens (B,) where the walks ended."""
-        path = torch.stack(self._path, dim=1)
-        if not self._went:
-            return Verdict(path, self._path[0], token)
         went = torch.stack(self._went, dim=1)  # (B, D)
-        return Verdict(torch.cat([path[:, :1], path[:, 1:] * went], dim=1), went.sum(1), token)
+        return Verdict(torch.stack(self._path, dim=1) * went, went.sum(1) - 1, token)

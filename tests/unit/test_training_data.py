@@ -430,7 +430,22 @@ def test_unsteadiness_counts_what_it_says(pack: Pack) -> None:
     assert unsteadiness(apart, pixels, 8).item() == pytest.approx((7 - 5) ** 2 / 4)
 
 
-def test_model_training_learns_saves_and_draws(pack: Pack, painter: Painter, tmp_path: Path) -> None:
+def test_foresight_tells_the_codes_after_the_next(pack: Pack) -> None:
+    """With matrices of zeros, a loss ahead is that of the next code's own logits against later codes."""
+    layout = Layout(2, 3, range(5, 13))
+    net = Transformer(tiny_arch(5, 8, dim=64, layers=1))
+    initialise(net, 0)
+    scorer = model_training.Scorer(net, layout, 2)
+    text, codes = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0, 1, 2, 3, 4, 5], [7, 6, 5, 4, 3, 2]])
+    plain, ahead = model_training.Foresight(scorer, 3)(text, codes, torch.tensor([2]))
+    assert plain.item() == pytest.approx(scorer(text, codes).mean().item())
+    logits = net.logits(scorer.features(text, codes))[:, :-2]
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), codes[:, 2:].flatten())
+    assert ahead.item() == pytest.approx(wanted.item())
+
+
+@pytest.mark.parametrize("foresight", [0, 8])
+def test_model_training_learns_saves_and_draws(foresight: int, pack: Pack, painter: Painter, tmp_path: Path) -> None:
     """A few steps lower the loss, the folder it writes loads again, and the engine draws a sheet from it."""
     text = learn(caption_texts(pack), size=400)
     tokenizer = VQTokenizer(SMOKE_ARCH)
@@ -438,7 +453,9 @@ def test_model_training_learns_saves_and_draws(pack: Pack, painter: Painter, tmp
     layout = Layout(side, side, range(text.size, text.size + tokenizer.arch.codes))
     net = Transformer(tiny_arch(text.size, tokenizer.arch.codes, dim=64, layers=1))
     initialise(net, 0)
-    options = ModelTraining(seconds=1.0, batch=4, warmup=2, learning_rate=3e-3, evaluated=4, report_every=0.5)
+    options = ModelTraining(
+        seconds=1.0, batch=4, warmup=2, learning_rate=3e-3, evaluated=4, report_every=0.5, foresight=foresight
+    )
     composer = Composer(pack)
     trainer = model_training.Trainer(net, layout, text, tokenizer, painter, composer, options)
     before = trainer.evaluate(composer, 4, rivals=2)["loss"]

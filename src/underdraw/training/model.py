@@ -1,10 +1,11 @@
 """Trains the tiny family's text-to-image decoder: `underdraw train model --pack P --tokenizer T --out D`.
 
 Pictures are composed and encoded on the fly; captions stand before the codes as a prefix of fixed length and are
-dropped now and then, so that guidance has an unconditional model to push away from. Matrices inside the blocks are
-trained with Muon, the rest with AdamW. The rate is constant until the last part of the budget and then falls. The
-same command goes on from the folder that it wrote: exactly, or, where only the weights are left, with fresh moments
-behind a short warm-up.
+dropped now and then, so that guidance has an unconditional model to push away from. Features also learn to foretell
+the codes after the next one, which leaves pictures as they are and gives a drafter something to read. Matrices inside
+the blocks are trained with Muon, the rest with AdamW. The rate is constant until the last part of the budget and then
+falls. The same command goes on from the folder that it wrote: exactly, or, where only the weights are left, with fresh
+moments behind a short warm-up.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class ModelTraining:
     ema: float = 0.9985
     weight_decay: float = 0.05
     caption_dropout: float = 0.1
+    foresight: int = 8  # codes after the next one that features learn to foretell; 0: none
+    foresight_weight: float = 0.3
     report_every: float = 20.0
     save_every: float = 240.0
     evaluated: int = 256  # pictures of each split
@@ -111,17 +114,46 @@ class Scorer(nn.Module):
         table = torch.cat([rope.prompt(prefix, torch.device("cpu"))[None], raster], dim=1)
         self.register_buffer("rotation", table, persistent=False)
 
-    def forward(self, text: Tensor, codes: Tensor) -> Tensor:
-        """text (B, P) ids, codes (B, cells) -> cross-entropy of every code (B, cells)."""
+    def features(self, text: Tensor, codes: Tensor) -> Tensor:
+        """text (B, P) ids, codes (B, cells) -> what every code is told from (B, cells, dim)."""
         outputs = self.net.arch.outputs
         assert outputs is not None
         tokens = torch.cat([text, codes[:, :-1] + outputs.start], dim=1)
         x = self.net.embed(tokens)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        features = self.net(x, self.rotation.expand(len(x), -1, -1, -1), causal)[:, self.prefix - 1 :]
+        return self.net(x, self.rotation.expand(len(x), -1, -1, -1), causal)[:, self.prefix - 1 :]
+
+    def told(self, features: Tensor, codes: Tensor) -> Tensor:
+        """Cross-entropy of codes (B, cells) given features (B, cells, dim)."""
         logits = self.net.logits(features)
         return F.cross_entropy(logits.flatten(0, 1), codes.flatten(), reduction="none").view_as(codes)
+
+    def forward(self, text: Tensor, codes: Tensor) -> Tensor:
+        """text (B, P) ids, codes (B, cells) -> cross-entropy of every code (B, cells)."""
+        return self.told(self.features(text, codes), codes)
+
+
+class Foresight(nn.Module):
+    """Loss of whole pictures, and of codes further ahead, each told from a feature by a matrix of its own."""
+
+    def __init__(self, scorer: Scorer, codes: int) -> None:
+        super().__init__()
+        self.scorer = scorer
+        dim = scorer.net.arch.dim
+        self.ahead = nn.Parameter(torch.zeros(codes, dim, dim))
+
+    def forward(self, text: Tensor, codes: Tensor, further: Tensor) -> tuple[Tensor, Tensor]:
+        """text (B, P), codes (B, cells), `further` (F,) numbers of codes to skip -> two mean losses."""
+        features = self.scorer.features(text, codes)
+        cells = codes.shape[1]
+        total = features.new_zeros((), dtype=torch.float32)
+        for skipped, matrix in zip(further, self.ahead.index_select(0, further - 1), strict=True):
+            to = torch.arange(cells, device=codes.device) + skipped
+            seen = features + features @ matrix.to(features.dtype)
+            losses = self.scorer.told(seen, codes[:, to.clamp(max=cells - 1)])
+            total = total + (losses * (to < cells)).sum() / (to < cells).sum() / len(codes)
+        return self.scorer.told(features, codes).mean(), total / max(1, len(further))
 
 
 class Feeder:
@@ -159,12 +191,12 @@ class Trainer:
         self.average = copy.deepcopy(net).eval().requires_grad_(False)
         self.tokenizer = tokenizer.to(self.device).eval().requires_grad_(False)
         cuda = self.device.type == "cuda"
-        scorer = Scorer(self.net, layout, text.max_length).to(self.device)
-        self._loss = torch.compile(scorer) if cuda else scorer
+        self.foresight = Foresight(Scorer(self.net, layout, text.max_length), options.foresight).to(self.device)
+        self._loss = torch.compile(self.foresight) if cuda else self.foresight
         self._encode = torch.compile(self.tokenizer.encode) if cuda else self.tokenizer.encode
         matrices = [p for n, p in self.net.blocks.named_parameters() if p.ndim == 2 and "_norm" not in n]
         inside = {id(p) for p in matrices}
-        others = [p for p in self.net.parameters() if id(p) not in inside]
+        others = [p for p in self.foresight.parameters() if id(p) not in inside]
         self._optimizers = optimizers(matrices, others, options.weight_decay)
         self._feeder: Feeder | None = None
         self.steps, self.warm, self.seconds = 0, 0, 0.0  # all steps; steps with these moments; training time
@@ -172,7 +204,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Everything that the next run needs to go on as if nothing had happened."""
         return {
-            "net": self.net.state_dict(), "average": self.average.state_dict(),
+            "net": self.net.state_dict(), "average": self.average.state_dict(), "ahead": self.foresight.ahead.detach(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "steps": self.steps, "warm": self.warm, "seconds": self.seconds,
         }  # fmt: skip
@@ -180,6 +212,7 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         self.net.load_state_dict(state["net"])
         self.average.load_state_dict(state["average"])
+        self.foresight.ahead.data.copy_(state["ahead"])
         for optimizer, own in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(own)
         self.steps, self.warm, self.seconds = state["steps"], state["warm"], state["seconds"]
@@ -211,9 +244,10 @@ class Trainer:
         scenes, text = self.batch()
         with torch.no_grad(), self.encoding():
             codes = self._encode(self.painter.paint(scenes)).flatten(1)
+        further = torch.randperm(self.options.foresight)[:2] + 1  # two of them a step, for the sake of time
         with self.autocast():
-            loss = self._loss(text.to(self.device, non_blocking=True), codes).mean()
-        loss.backward()
+            loss, ahead = self._loss(text.to(self.device, non_blocking=True), codes, further.to(self.device))
+        (loss + self.options.foresight_weight * ahead).backward()
         nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         step_all(self._optimizers)
         self.steps += 1

@@ -328,7 +328,7 @@ def train(trainer: Trainer, out: Path, held_out: Composer, prompts: Sequence[str
                 began = time.perf_counter() - saved  # what was drawn is not on the clock
     finally:
         save_state(out, trainer.state())
-    show(trainer, out, held_out, prompts, [(3.0, 256), (2.0, 0), (4.0, 512)])
+    show(trainer, out, held_out, prompts, [(3.0, 256), (2.0, 0)])
 
 
 def show(

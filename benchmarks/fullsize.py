@@ -1,32 +1,33 @@
 """Models of their true sizes, with random weights: written as published, loaded, and asked for a whole picture.
 
-    python benchmarks/fullsize.py --out results.json              # all five, on a GPU with 64 GiB of disk
-    python benchmarks/fullsize.py --only anole,emu3 --trees none
-    python benchmarks/fullsize.py --tiny                          # the same files, small; seconds on a CPU
+    python benchmarks/fullsize.py --out results.json --seconds 300   # all five, on a GPU
+    python benchmarks/fullsize.py --only anole,emu3 --once anole,emu3
+    python benchmarks/fullsize.py --tiny                             # the same files, small; a minute on a CPU
 
-Each model is written, loaded and deleted before the next. The pictures are noise: what is measured is loading (seconds,
-peak memory) and drawing (tokens a second). `--command` also draws through `underdraw generate`.
+Each model is written, drawn with by one `underdraw generate --compare --json`, and deleted before the next. The
+pictures are noise: what is measured is loading (seconds, peak memory) and drawing (tokens a second, with a tree and
+without). Results are on disk after every model, and a model that fails costs itself alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import resource
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from underdraw.models import chameleon, emu3, janus, llamagen
@@ -36,10 +37,12 @@ from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.nn.vqgan import VQGAN, VQArch
 from underdraw.nn.vqvideo import VideoVQ
-from underdraw.pipeline import Pipeline
 
+ROOT = Path(__file__).resolve().parent.parent
 Shapes = dict[str, tuple[int, ...]]
-SHARD = 4 * 10**9  # bytes a file
+SHARD, CHUNK, WRITERS_AT_ONCE = 2 * 10**9, 2**26, 8  # bytes a file, bytes at once, files at once
+LEAST = 30  # seconds that no model takes less than
+ROOM = 24 * 10**9  # bytes that the largest model takes, and some more
 WORDS = ["a", "red", "fox", "on", "the", "blue", "ice"]
 
 
@@ -75,11 +78,11 @@ class Sizes:
             return Transformer(arch)
 
 
-TRUE = {
-    "anole": Sizes(4096, 32, 32, 11008, 65536, 512, codes=8192),
-    "lumina": Sizes(4096, 32, 32, 11008, 65536, 768, codes=8192),
+TRUE = {  # what takes the shortest time comes first
     "llamagen": Sizes(1280, 36, 20, 3584, 16384, 512),
     "janus": Sizes(4096, 30, 32, 11008, 102400, 384),
+    "anole": Sizes(4096, 32, 32, 11008, 65536, 512, codes=8192),
+    "lumina": Sizes(4096, 32, 32, 11008, 65536, 768, codes=8192),
     "emu3": Sizes(4096, 32, 32, 14336, 184622, 720, kv_heads=8, codes=32768, images=(256, 512, 512, 1024)),
 }
 SMALL = (32, 32, 32, 32, 64)
@@ -104,37 +107,48 @@ def vqgan(sizes: Sizes, naming: Naming, code_dim: int, prefix: str = "") -> Shap
     return shapes_of(module_slots(model, prefix, lambda name: naming.published(name, levels)))
 
 
-def tensors(shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def tensors(
+    shapes: Shapes, dtype: torch.dtype, place: Literal["host", "drawn"] = "host"
+) -> Iterator[tuple[str, Tensor]]:
     """Random weights at the scale of trained ones, drawn where that is fast."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
+    generator = torch.Generator(device).manual_seed(len(shapes))
     for name, shape in shapes.items():
-        value = torch.empty(shape, dtype=dtype, device=device).normal_()
+        value = torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
         if len(shape) == 1 or "_norm." in name:
             value = value.mul_(0.1).add_(float(name.endswith("weight") or name.endswith("var")))
         elif "embed" not in name:
             value.mul_(1.2 * (shape[1] * torch.Size(shape[2:]).numel()) ** -0.5)
-        yield name, value.cpu()
+        yield name, value.cpu() if place == "host" else value
 
 
 def write_shards(folder: Path, shapes: Shapes) -> None:
-    """bfloat16 safetensors with an index, a few gigabytes at a time."""
-    files: dict[str, str] = {}
-    part: dict[str, Tensor] = {}
+    """bfloat16 safetensors with an index, several files at a time: written straight from where they are drawn."""
+    parts: list[Shapes] = [{}]
+    for name, shape in shapes.items():
+        if parts[-1] and sum(2 * torch.Size(own).numel() for own in parts[-1].values()) > SHARD:
+            parts.append({})
+        parts[-1][name] = shape
+    files = {f"model-{index + 1:05d}.safetensors": part for index, part in enumerate(parts)}
+    with ThreadPoolExecutor(WRITERS_AT_ONCE) as pool:
+        list(pool.map(lambda item: write_file(folder / item[0], item[1]), files.items()))
+    index = {name: file for file, part in files.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
-    def flush() -> None:
-        if part:
-            file = f"model-{len(set(files.values())) + 1:05d}.safetensors"
-            save_file(part, folder / file)
-            files.update(dict.fromkeys(part, file))
-            part.clear()
 
-    for name, value in tensors(shapes, torch.bfloat16):
-        part[name] = value
-        if sum(tensor.nbytes for tensor in part.values()) > SHARD:
-            flush()
-    flush()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+def write_file(path: Path, shapes: Shapes) -> None:
+    """One safetensors file: the length of its header, the header, and the numbers."""
+    header, stop = {}, 0
+    for name, shape in shapes.items():
+        start, stop = stop, stop + 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, value in tensors(shapes, torch.bfloat16, place="drawn"):
+            for part in value.reshape(-1).view(torch.uint8).split(CHUNK):
+                file.write(part.cpu().numpy().data)
 
 
 def write_text(path: Path, first: int) -> None:
@@ -249,92 +263,130 @@ WRITERS: dict[str, Callable[[Path, Sizes], None]] = {
 }
 
 
-def host_peak() -> int:
-    """Bytes of this process's memory at its highest; mapped files count, though the system can take them back."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def apart(function: Callable[..., Any], *given: Any) -> Any:
-    """A call in a process of its own, so that its memory is its own, too."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *given).result()
-
-
-def measure(name: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Load what was written, and draw with it."""
-    cuda = given.device != "cpu" and torch.cuda.is_available()
-    disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if cuda:
-        torch.zeros(1, device="cuda")  # waking the device is no part of loading
-    began = time.perf_counter()
-    pipe = Pipeline.from_pretrained(folder, drafter="jacobi", tree="none", device=given.device, dtype=given.dtype)
-    if cuda:
-        torch.cuda.synchronize()
-    loaded = time.perf_counter() - began
-    modules = [m for m in (pipe.model.target.net, pipe.model.target.projection, pipe.model.images) if m is not None]
-    weights = sum(tensor.nbytes for module in modules for tensor in module.state_dict().values())  # type: ignore[attr-defined]
-    result: dict[str, Any] = {
-        "model": name, "disk_bytes": disk, "load_seconds": loaded, "weight_bytes": weights,
-        "load_peak_device_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-        "load_peak_host_bytes": host_peak(), "pictures": [],
-    }  # fmt: skip
-    for tree in given.trees:
-        pipe.tree = tree
-        out = pipe(" ".join(WORDS), seed=1)
-        out.images[0].save(folder / "picture.png")
-        result["pictures"].append(
-            {
-                "tree": tree, "size": list(out.images[0].size), "tokens": out.stats.tokens, "passes": out.stats.passes,
-                "seconds": out.stats.seconds, "tokens_per_second": out.stats.tokens / out.stats.seconds,
-                "peak_device_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-            }
-        )  # fmt: skip
-    return result
-
-
-def through_the_command(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """A whole picture by `underdraw generate`, in a process of its own."""
+def draw(folder: Path, given: argparse.Namespace, compile: str, once: bool, limit: float | None) -> dict[str, Any]:
+    """A picture by `underdraw generate`: once without a tree, or with one and then without; one load for both."""
     words = [
         sys.executable, "-m", "underdraw", "generate", " ".join(WORDS), "--model", str(folder), "--drafter", "jacobi",
-        "--tree", given.trees[-1], "--seed", "1", "--out", str(folder / "command.png"), "--device", given.device,
-        "--dtype", given.dtype, "--json",
+        "--tree", "none" if once else given.tree, *([] if once else ["--compare"]), "--seed", "1", "--device",
+        given.device, "--dtype", given.dtype, "--compile", compile, "--out", str(folder / "picture.png"), "--json",
     ]  # fmt: skip
+    paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     began = time.perf_counter()
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=limit)
+    wall = time.perf_counter() - began
     if done.returncode:
-        raise SystemExit(f"underdraw generate failed: {done.stderr}")
-    return {"wall_seconds": time.perf_counter() - began, "picture_bytes": (folder / "command.png").stat().st_size}
+        raise RuntimeError(f"underdraw generate ended with {done.returncode}: {done.stderr[-4000:]}")
+    record = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "command": " ".join(["underdraw", *words[3:]]), "wall_seconds": round(wall, 2),
+        "picture_bytes": (folder / "picture.png").stat().st_size, "said": done.stderr[-500:], **record,
+    }  # fmt: skip
+
+
+def summary(result: dict[str, Any]) -> str:
+    """One line of a model's figures."""
+    if "error" in result:
+        return f"{result['model']}: FAILED after {result['seconds']:.0f} s: {result['error'].splitlines()[-1][:300]}"
+    drawn, load = result["drawn"], result["drawn"]["load"]
+
+    def gib(value: float | None) -> str:
+        return "-" if value is None else f"{value / 2**30:.2f}"
+
+    text = (
+        f"{result['model']}: {gib(result['disk_bytes'])} GiB written in {result['write_seconds']:.1f} s, loaded in "
+        f"{load['seconds']:.1f} s, {gib(load['weight_bytes'])} GiB of weights, at most "
+        f"{gib(load['peak_device_bytes'])} on the device to load and {gib(drawn['peak_device_bytes'])} to draw; "
+        f"{drawn['settings']['tree']}: {drawn['tokens']} tokens at {drawn['tokens_per_second']:.1f} a second, "
+        f"{drawn['pass_ms']:.2f} ms a pass"
+    )
+    if "plain_seconds" in drawn:
+        rate = drawn["tokens"] / drawn["plain_seconds"]
+        text += f"; plain: {rate:.1f} tokens a second, {drawn['plain_pass_ms']:.2f} ms a pass"
+    return f"{text}; {result['seconds']:.0f} s in all"
+
+
+def measure(name: str, sizes: Sizes, given: argparse.Namespace, limit: float | None) -> dict[str, Any]:
+    """Write a model, draw with it, delete it; what failed is in the result."""
+    began = time.perf_counter()
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=given.folder))
+    result: dict[str, Any] = {"model": name, "storage": str(folder.parent)}
+    try:
+        WRITERS[name](folder, sizes)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        spent = time.perf_counter() - began
+        disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        result |= {"write_seconds": spent, "disk_bytes": disk}
+        print(f"{name}: {disk / 2**30:.2f} GiB written in {spent:.1f} s", flush=True)
+
+        def left() -> float | None:
+            return None if limit is None else max(limit - (time.perf_counter() - began), 1.0)
+
+        try:
+            result["drawn"] = draw(folder, given, given.compile, name in given.once.split(","), left())
+        except RuntimeError as error:
+            if given.compile == "off":
+                raise
+            print(f"{name}: {error}; once more, as it is", flush=True)
+            result |= {"failed": str(error), "drawn": draw(folder, given, "off", True, left())}
+    except Exception:  # whatever one model runs into, the others go on
+        result["error"] = traceback.format_exc()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return {**result, "seconds": time.perf_counter() - began}
+
+
+def storage() -> str | None:
+    """Memory as a folder if it is large enough: a disk is no part of what is measured. None is the usual place."""
+    shared = Path("/dev/shm")
+    return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > ROOM else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(TRUE), help="models, with commas between")
+    parser.add_argument("--once", default="emu3", help="models that draw one picture, without a tree: large ones")
     parser.add_argument("--tiny", action="store_true", help="small sizes")
-    parser.add_argument("--trees", default="none,chain:depth=8", help="tree policies, with commas between")
+    parser.add_argument("--tree", default="chain:depth=8", help="a tree policy")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--folder", type=Path, help="where the checkpoints are written; a temporary one by default")
-    parser.add_argument("--command", action="store_true", help="draw through `underdraw generate`, too")
+    parser.add_argument(
+        "--compile",
+        default="capture" if torch.cuda.is_available() else "off",
+        help="as of `underdraw generate`; `off` is tried if it fails",
+    )
+    parser.add_argument("--folder", default=storage(), help="where checkpoints are written: memory, if it is enough")
+    parser.add_argument("--seconds", type=float, help="for everything; what would begin after that is left out")
+    parser.add_argument("--limit", type=float, help="seconds for one model")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     given = parser.parse_args()
-    given.trees = given.trees.split(",")
     known = TINY if given.tiny else TRUE
     unknown = set(given.only.split(",")) - set(known)
     if unknown:
         parser.error(f"unknown models {', '.join(sorted(unknown))}; known are {', '.join(known)}")
-    results = []
+    missing = [name for name in ("typer", "rich", "tokenizers", "ftfy") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"not installed, which the command needs: {', '.join(missing)}", flush=True)
+    began, results = time.perf_counter(), []
     for name in given.only.split(","):
-        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=given.folder))
-        try:
-            apart(WRITERS[name], folder, known[name])
-            results.append(apart(measure, name, folder, given))
-            if given.command:
-                results[-1]["command"] = through_the_command(folder, given)
-        finally:
-            shutil.rmtree(folder)
-        print(json.dumps(results[-1]), flush=True)
+        left = None if given.seconds is None else given.seconds - (time.perf_counter() - began)
+        limits = [value for value in (left, given.limit) if value is not None]
+        if left is not None and left < LEAST:
+            results.append({"model": name, "error": "no time was left", "seconds": 0.0})
+        else:
+            results.append(measure(name, known[name], given, min(limits, default=None)))
+        print(summary(results[-1]), flush=True)
         if given.out is not None:
-            given.out.write_text(json.dumps({"tiny": given.tiny, "torch": torch.__version__, "results": results}))
+            record = {"tiny": given.tiny, "torch": torch.__version__, "device": device_name(), "results": results}
+            given.out.write_text(json.dumps(record, indent=1) + "\n")
+    for result in results:
+        print(result["error"] if "error" in result else summary(result), flush=True)
+    raise SystemExit(any("error" in result for result in results))
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

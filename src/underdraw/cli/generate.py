@@ -142,7 +142,7 @@ def generate(
     parts = Parts(
         model=model, drafter=drafter, tree=tree, verifier=verifier, device=device, dtype=dtype, compile=compile
     )
-    pipe = parts.load(quiet=task.silent)
+    pipe, seconds = parts.timed(quiet=task.silent)
     if task.many:
         from underdraw.cli.many import draw_many
 
@@ -150,7 +150,7 @@ def generate(
     else:
         from underdraw.cli.single import draw_one
 
-        draw_one(pipe, task, sampling)
+        draw_one(pipe, task, sampling, seconds)
 
 
 def texts(prompt: str | None, source: str | None, data: Path | None, limit: int | None) -> list[str]:

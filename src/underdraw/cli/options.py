@@ -50,10 +50,11 @@ Dtype = Annotated[
     ),
 ]  # fmt: skip
 Compile = Annotated[
-    Literal["auto", "on", "off"],
+    Literal["auto", "on", "capture", "off"],
     typer.Option(
         rich_help_panel=PARTS,
-        help="Compile, capture and replay passes; auto does so on a GPU.",
+        help="Compile, capture and replay passes (on); only capture and replay, which starts at once and runs slower "
+        "(capture); neither (off). auto is on for a GPU.",
     ),
 ]
 Guidance = Annotated[

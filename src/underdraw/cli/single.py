@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from underdraw import __version__
-from underdraw.cli.report import close, compared, figures, progress, sentence, work
+from underdraw.cli.footprint import loaded, pass_ms, peak
+from underdraw.cli.report import close, compared, figures, progress, rounded, sentence, work
 from underdraw.cli.task import Sampling, Task, check_output
 
 if TYPE_CHECKING:
@@ -16,31 +17,25 @@ if TYPE_CHECKING:
     from underdraw.results import PipelineOutput
 
 
-def draw_one(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
+def draw_one(pipe: Pipeline, task: Task, sampling: Sampling, load_seconds: float) -> None:
     """Draw the picture of a task and write it."""
+    load = loaded(pipe, load_seconds)
     job = pipe.job(task.prompts[0], seed=task.seed, **sampling.arguments())
     seed = job.seeds[0]
     path = task.file(seed)
     check_output(path, task.force)
     arguments: dict[str, Any] = {"prompt": task.prompts, "seed": seed, **sampling.arguments()}
     total = work(pipe.model.layout(job.size))
-    steps: list[Step] = []
-    with progress(total, silent=task.silent) as advance:
-
-        def note(own: Any, index: int, cell: int, known: dict[str, Any]) -> None:
-            advance(own, index, cell, known)
-            steps.append(known["step"])
-
-        out = pipe(callback_on_step_end=note, laws="skip" if task.heatmap is None else "keep", **arguments)
+    out, steps = _draw(pipe, task, total, "", laws="skip" if task.heatmap is None else "keep", **arguments)
     record: dict[str, Any] = {
         "prompt": task.prompts[0], "seed": seed, "model": pipe.model.name, "out": str(path), **figures(out.stats),
-        "settings": pipe.settings(job),
+        "tokens_per_second": rounded(out.stats.tokens / out.stats.seconds), "pass_ms": pass_ms(steps), "load": load,
+        "peak_device_bytes": peak(pipe), "settings": pipe.settings(job),
     }  # fmt: skip
     plain = None
     if task.compare:
-        with progress(total, silent=task.silent, label="plain") as advance:
-            plain = pipe.plain()(callback_on_step_end=advance, **arguments)
-        record.update(compared(out, plain)[0])
+        plain, alone = _draw(pipe.plain(), task, total, "plain", **arguments)
+        record |= compared(out, plain)[0] | {"plain_pass_ms": pass_ms(alone)}
     _write(pipe, task, job, out, plain, record)
     if task.trace is not None:
         from underdraw.evaluation.replay import Trace
@@ -48,6 +43,18 @@ def draw_one(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
         kept = ("prompt", "seed", "model", "settings", "tokens_per_pass")
         Trace.of(steps, {key: record[key] for key in kept}).save(task.trace)
     close(f"{path}: {sentence(record)}; seed {seed}", record, as_json=task.json, quiet=task.quiet)
+
+
+def _draw(pipe: Pipeline, task: Task, total: int, label: str, **arguments: Any) -> tuple[PipelineOutput, list[Step]]:
+    """A picture, with a bar of its `total` tokens, and its passes."""
+    steps: list[Step] = []
+    with progress(total, silent=task.silent, label=label) as advance:
+
+        def note(own: Any, index: int, cell: int, known: dict[str, Any]) -> None:
+            advance(own, index, cell, known)
+            steps.append(known["step"])
+
+        return pipe(callback_on_step_end=note, **arguments), steps
 
 
 def metadata(pipe: Pipeline, prompt: str, seed: int, job: Job) -> dict[str, str]:

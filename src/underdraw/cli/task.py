@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,23 +28,28 @@ class Parts:
     verifier: str
     device: str
     dtype: str
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Literal["auto", "on", "capture", "off"] = "auto"
 
     def load(self, *, quiet: bool) -> Pipeline:
         """The pipeline. torch is imported here."""
+        return self.timed(quiet=quiet)[0]
+
+    def timed(self, *, quiet: bool) -> tuple[Pipeline, float]:
+        """The pipeline, and how many seconds it took to load, once torch was there."""
         from rich.console import Console
 
         console = Console(stderr=True, quiet=quiet)
         with console.status(f"loading {self.model}"):
             from underdraw.pipeline import Pipeline
 
+            began = time.perf_counter()
             pipe = Pipeline.from_pretrained(
                 self.model, drafter=self.drafter, tree=self.tree, verifier=self.verifier, device=self.device,
                 dtype=self.dtype, compile=self.compile,
             )  # fmt: skip
         if pipe.graphs is not None:
             pipe.graphs.tell = console.print
-        return pipe
+        return pipe, time.perf_counter() - began
 
 
 @dataclass(frozen=True, slots=True)

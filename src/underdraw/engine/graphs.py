@@ -12,7 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from underdraw.sampling import Sampler
 from underdraw.tree import Limits, Proposal, envelope
 
 log = logging.getLogger(__name__)
-Compile = Literal["auto", "on", "off"]
+Compile = Literal["auto", "on", "capture", "off"]
 KEPT = 2  # sets of buffers that are kept for the next picture
 _COMPILED = 64  # shapes of one region before torch gives up compiling
 
@@ -208,14 +208,16 @@ class Captured(Passes):
 
 def graphs_for(device: torch.device, compile: Compile) -> Graphs | None:
     """How passes run on a device; None is as they are. "auto" captures on a GPU, and compiles where it can."""
-    if compile not in ("auto", "on", "off"):
-        raise unknown("compile", compile, ("auto", "on", "off"))
+    if compile not in get_args(Compile):
+        raise unknown("compile", compile, get_args(Compile))
     if compile == "off" or (device.type != "cuda" and compile == "auto"):
         return None
     if device.type != "cuda":
-        raise ConfigError(f"compile 'on' needs a CUDA device and the model is on {device}; use auto or off.")
+        raise ConfigError(f"compile {compile!r} needs a CUDA device and the model is on {device}; use auto or off.")
+    if compile == "capture":
+        return Graphs()
     if find_spec("triton") is not None:
         return Graphs(regions=compiled_regions())
     if compile == "on":
-        raise ConfigError("compile 'on' needs the package triton, which is not installed; use auto or off.")
+        raise ConfigError("compile 'on' needs the package triton, which is not installed; use auto, capture or off.")
     return Graphs()

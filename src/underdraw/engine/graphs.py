@@ -50,7 +50,7 @@ class CudaGraph:
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=_pool()):  # type: ignore[arg-type]
+        with torch.cuda.graph(self.graph, pool=_anchor(torch.cuda.current_device()).pool()):
             self.out = work()
         self.graph.replay()  # capturing has recorded the work and done none of it
 
@@ -69,8 +69,12 @@ class Direct:
 
 
 @functools.cache
-def _pool() -> tuple[int, int]:
-    return torch.cuda.graph_pool_handle()
+def _anchor(device: int) -> torch.cuda.CUDAGraph:
+    """A graph of next to nothing whose pool all others share: torch gives up a pool that no graph uses any more."""
+    anchor, something = torch.cuda.CUDAGraph(), torch.zeros(1, device=f"cuda:{device}")
+    with torch.cuda.graph(anchor):
+        something.zero_()
+    return anchor
 
 
 @functools.cache
@@ -97,6 +101,7 @@ class Graphs:
         self.record, self.regions, self.kernel, self.smallest = record, regions, kernel, smallest
         self.quantum, self.tell = quantum, tell
         self.kept: dict[Hashable, Captured] = {}
+        self.told: set[int] = set()  # sizes that were announced
 
     def padded(self, smallest: int) -> Graphs:
         """The same for passes of at least so many nodes."""
@@ -104,6 +109,12 @@ class Graphs:
             record=self.record, regions=self.regions, kernel=self.kernel, smallest=smallest, quantum=self.quantum,
             tell=self.tell,
         )  # fmt: skip
+
+    def announce(self, size: int) -> None:
+        """Say that a size of passes is compiled, once."""
+        if self.regions is not PLAIN and size not in self.told:
+            self.told.add(size)
+            self.tell(f"compiling passes of {size} nodes")
 
     def open(
         self, target: Target, drafter: Drafter, verifier: Verifier, prompts: Sequence[Prompt], sampler: Sampler,
@@ -195,12 +206,12 @@ class Captured(Passes):
             return work()
         if kind not in self.runs:
             self.runs[kind] = None
-            if self.graphs.regions is not PLAIN:
-                self.graphs.tell(f"compiling for {frame.size} nodes")
+            self.graphs.announce(frame.size)
             return work()
         run = self.runs[kind]
         if run is None:
-            run = self.runs[kind] = self.graphs.record(work)
+            with torch.cuda.device_of(self.steps):  # a capture belongs to the current device
+                run = self.runs[kind] = self.graphs.record(work)
         else:
             run.replay()
         return run.out

@@ -30,7 +30,7 @@ from underdraw.tree import (
     grow,
     only_root,
 )
-from underdraw.verifiers.exact import Exact, agree
+from underdraw.verifiers.exact import Exact, agree, agree_at_once
 
 PROPOSALS: tuple[Proposal, ...] = ("coupled", "topk", "sampled")
 PLAIN = Layout(4, 4, range(4, 16))
@@ -316,6 +316,9 @@ def test_agree_matches_a_slow_walk(result: Grown, seed: int) -> None:
         assert verdict.path[row].tolist() == path + [0] * (verdict.path.shape[1] - len(path))
         assert verdict.next_token[row] == next_token
         assert (tree.depths[row, path] >= 0).all()
+    at_once, width = agree_at_once(tree, tree.size, choices), verdict.path.shape[1]
+    assert torch.equal(at_once.path[:, :width], verdict.path) and not at_once.path[:, width:].any()
+    assert torch.equal(at_once.length, verdict.length) and torch.equal(at_once.next_token, verdict.next_token)
     narrow = verdict.narrow(int(verdict.length.max()))
     assert narrow.path.shape[1] == int(verdict.length.max()) + 1
 

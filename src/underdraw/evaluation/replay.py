@@ -22,7 +22,7 @@ from underdraw.history import History, Step
 from underdraw.plan import TreePlan
 from underdraw.sampling import Draws
 from underdraw.tree import DraftTree, Proposal, Verdict
-from underdraw.verifiers.exact import agree
+from underdraw.verifiers.exact import agree_at_once
 
 KIND = "underdraw-trace"
 
@@ -96,7 +96,7 @@ class Replay:
     def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
         chosen = draws.sampler.layout.tokens(draws.choose(logits, tree.depths + 1))  # (B, N)
         reach = draws.steps.shape[1]
-        agree(tree, reach, lambda node, depth: chosen.gather(1, node[:, None])[:, 0])  # for its time
+        agree_at_once(tree, reach, chosen)  # for its time
         length = torch.minimum(self.lengths[self.passes % len(self.lengths)], tree.depths.amax(1))  # (B,)
         self.passes.add_(1)
         node = (tree.depths == length[:, None]).int().argmax(1)  # a node of that depth: there is one

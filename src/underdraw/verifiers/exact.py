@@ -28,8 +28,7 @@ class Exact:
         """logits (B, N, K) of every node. A CPU looks at those on the path alone, a device at all of them at once."""
         layout = draws.sampler.layout
         if logits.device.type != "cpu":
-            chosen = layout.tokens(draws.choose(logits, tree.depths + 1))  # (B, N)
-            return agree(tree, draws.steps.shape[1], lambda node, depth: chosen.gather(1, node[:, None])[:, 0])
+            return agree_at_once(tree, draws.steps.shape[1], layout.tokens(draws.choose(logits, tree.depths + 1)))
         rows = torch.arange(logits.shape[0], device=logits.device)
 
         def choose(node: Tensor, depth: int) -> Tensor:
@@ -56,3 +55,14 @@ def agree(tree: DraftTree, reach: int, choose: Callable[[Tensor, int], Tensor]) 
             break
         token = torch.where(trail.walking, choose(trail.node, depth + 1), token)
     return trail.verdict(token)
+
+
+def agree_at_once(tree: DraftTree, reach: int, chosen: Tensor) -> Verdict:
+    """`agree` with the target's choice at every node (B, N) known: a node is kept if it and all above it are chosen."""
+    wanted = chosen.gather(1, tree.parents.clamp(min=0))
+    wrong = ((tree.tokens != wanted) & (tree.depths != 0)) | (tree.depths < 0)  # (B, N)
+    kept = ~(tree.ancestors & wrong[:, None]).any(-1)  # (B, N) at most one of each depth
+    index, level = (torch.arange(count, device=chosen.device) for count in (tree.size, reach))
+    path = ((kept[:, None] & (tree.depths[:, None] == level[:, None])) * index).amax(-1)  # (B, reach)
+    length = kept.sum(1) - 1
+    return Verdict(path, length, chosen.gather(1, path.gather(1, length[:, None]))[:, 0])

@@ -130,9 +130,9 @@ def test_regions_are_compiled_once_for_all_layers() -> None:
         before = torch.compile(Block.before, fullgraph=True, dynamic=False, backend=counter)
         net = toy.target(architecture=toy.arch(layers=4)).net
         for count in (1, 8, 1, 8):
-            x, rotation = torch.randn(2, count, 32), torch.randn(2, count, 2, 4)
+            x, turn = torch.randn(2, count, 32), torch.randn(2, count, 2, 1, 8)
             for block in net.blocks:
-                assert torch.equal(before(block, x, rotation)[0], block.before(x, rotation)[0])
+                assert torch.equal(before(block, x, turn)[0], block.before(x, turn)[0])
     assert counter.frame_count == 2, "one compilation for each number of nodes"
     torch._dynamo.reset()
 
@@ -148,9 +148,9 @@ def test_prompts_are_not_compiled() -> None:
     """Their lengths differ, and compiling takes seconds."""
     of, sizes = toy.target(), set()
 
-    def before(block: Block, x: torch.Tensor, rotation: torch.Tensor) -> Any:
+    def before(block: Block, x: torch.Tensor, turn: torch.Tensor) -> Any:
         sizes.add(x.shape[1])
-        return block.before(x, rotation)
+        return block.before(x, turn)
 
     kept = graphs(regions=Regions(before, Block.after))
     for own in (toy.eagle(of, above=True), toy.block(of)):

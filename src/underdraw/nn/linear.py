@@ -23,18 +23,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., in) times weight (out, in), transposed: (..., out)."""
     if x.device.type != "cpu" or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
+    inputs, size = x.shape[-1], chunk()
+    rows = x.reshape(-1, inputs)
     count = rows.shape[0]
     padding = max(2 - count, 0) if x.dtype == torch.float32 else -count % 4
     if padding:
         rows = F.pad(rows, (0, 0, 0, padding))
-    size = chunk()
-    out = F.linear(rows[:, :size], weight[:, :size])
-    for start in range(size, x.shape[-1], size):
-        out += F.linear(rows[:, start : start + size], weight[:, start : start + size])
+    if inputs <= size:
+        out = F.linear(rows, weight)
+    else:
+        out, *others = map(F.linear, rows.split(size, dim=1), weight.split(size, dim=1))
+        for other in others:
+            out += other
     if bias is not None:
         out += bias
-    return out[:count].view(*x.shape[:-1], -1)
+    if padding:
+        out = out[:count]
+    return out.view(*x.shape[:-1], -1)
 
 
 class Linear(nn.Linear):

@@ -59,11 +59,16 @@ class Rope:
             )
 
 
-def rotate(x: Tensor, rotation: Tensor, pairing: str) -> Tensor:
-    """Turn heads x (R, N, H, D) by rotation (R, N, 2, D / 2)."""
-    cos, sin = rotation[..., None, 0, :].to(x.dtype), rotation[..., None, 1, :].to(x.dtype)  # (R, N, 1, D / 2)
-    if pairing == "half":
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+def factors(rotation: Tensor, pairing: str, dtype: torch.dtype) -> Tensor:
+    """What `rotate` multiplies with: rotation (R, N, 2, D / 2) -> (R, N, 2, 1, D), cosines and signed sines."""
+    cos, sin = rotation.to(dtype)[..., None, :].unbind(2)  # (R, N, 1, D / 2)
+    pair = -2 if pairing == "half" else -1
+    return torch.stack([torch.stack(turn, dim=pair).flatten(-2) for turn in ((cos, cos), (-sin, sin))], dim=2)
+
+
+def rotate(x: Tensor, turn: Tensor, pairing: str) -> Tensor:
+    """Turn heads x (R, N, H, D) by `factors`."""
+    cos, sin = turn.unbind(2)  # (R, N, 1, D)
+    half = x.shape[-1] // 2
+    other = x.roll(half, -1) if pairing == "half" else x.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
+    return x * cos + other * sin

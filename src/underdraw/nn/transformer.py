@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from underdraw.errors import ConfigError
 from underdraw.nn.linear import Linear
-from underdraw.nn.rope import Rope, rotate
+from underdraw.nn.rope import Rope, factors, rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (R, N, H, D), k (R, N, G, D), v (R, N, G, D)) -> (R, N, H * D)."""
@@ -70,28 +70,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return wide.to(x.dtype) * self.weight.to(x.dtype)
+        return F.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight.to(x.dtype)
 
 
 class HeadNorm(nn.Module):
-    """Norm over the width of each head, with one affine for all heads or one per head."""
+    """The affine of a norm over the width of each head: one for all heads or one per head."""
 
-    def __init__(self, kind: Literal["layer", "rms"], heads: int, width: int, eps: float) -> None:
+    def __init__(self, kind: Literal["layer", "rms"], heads: int, width: int) -> None:
         super().__init__()
-        self.kind, self.eps = kind, eps
         self.weight = nn.Parameter(torch.ones(heads, width))
         self.bias = nn.Parameter(torch.zeros(heads, width)) if kind == "layer" else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (R, N, heads, width)."""
-        wide = x.float()
-        if self.kind == "layer":
-            wide = wide - wide.mean(-1, keepdim=True)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        out = wide.to(x.dtype) * self.weight.to(x.dtype)
-        return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
 class Block(nn.Module):
@@ -111,18 +99,29 @@ class Block(nn.Module):
         self.q_norm = self.k_norm = None
         if arch.qk_norm != "none":
             per_head = arch.qk_norm_heads == "per_head"
-            self.q_norm = HeadNorm(arch.qk_norm, arch.heads if per_head else 1, arch.width, 1e-5)
-            self.k_norm = HeadNorm(arch.qk_norm, arch.groups if per_head else 1, arch.width, 1e-5)
+            self.q_norm = HeadNorm(arch.qk_norm, arch.heads if per_head else 1, arch.width)
+            self.k_norm = HeadNorm(arch.qk_norm, arch.groups if per_head else 1, arch.width)
 
-    def before(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Everything before attention: x (R, N, dim) -> q (R, N, H, D), k and v (R, N, G, D)."""
         arch = self.arch
-        sizes = [arch.heads, arch.groups, arch.groups]
         x = x if arch.norm == "post" else self.attention_norm(x)
-        q, k, v = self.qkv(x).unflatten(-1, (sum(sizes), arch.width)).split(sizes, dim=-2)
+        heads = self.qkv(x).unflatten(-1, (-1, arch.width))  # (R, N, H + 2 G, D)
+        both, v = heads.split([arch.heads + arch.groups, arch.groups], dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, rotation, arch.rope.pairing), rotate(k, rotation, arch.rope.pairing), v
+            both = self._head_norm(both, self.q_norm, self.k_norm)
+        q, k = rotate(both, turn, arch.rope.pairing).split([arch.heads, arch.groups], dim=-2)
+        return q, k, v
+
+    def _head_norm(self, x: Tensor, q: HeadNorm, k: HeadNorm) -> Tensor:
+        """Norm over the width of queries and keys x (R, N, H + G, D), rounded before the affines are applied."""
+        norm = F.layer_norm if self.arch.qk_norm == "layer" else F.rms_norm
+        x = norm(x, x.shape[-1:], eps=1e-5) * self._for_each(q.weight, k.weight).to(x.dtype)
+        return x if q.bias is None or k.bias is None else x + self._for_each(q.bias, k.bias).to(x.dtype)
+
+    def _for_each(self, q: Tensor, k: Tensor) -> Tensor:
+        """Affines of query and key heads, one for all or one each, as (H + G, D)."""
+        return torch.cat([q.expand(self.arch.heads, -1), k.expand(self.arch.groups, -1)])
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
         """Everything after attention: the block's input x (R, N, dim) and what was attended to (R, N, H * D)."""
@@ -184,8 +183,9 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor, attend: Attend, regions: Regions = PLAIN) -> Tensor:
         """Embeddings (R, N, dim) and rotation (R, N, 2, width / 2) to features (R, N, dim): what the head reads."""
+        turn = factors(rotation, self.arch.rope.pairing, x.dtype)
         for index, block in enumerate(self.blocks):
-            q, k, v = regions.before(block, x, rotation)  # type: ignore[arg-type]
+            q, k, v = regions.before(block, x, turn)  # type: ignore[arg-type]
             x = regions.after(block, x, attend(index, q, k, v))  # type: ignore[arg-type]
         return self.norm(x)
 

@@ -49,7 +49,7 @@ ReplayDrafter = Annotated[
 Batch = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Pictures drawn together, 1 to 8.")]
 Passes = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Timed passes of each size.")]
 Attention = Annotated[
-    Literal["fused", "products"], typer.Option(rich_help_panel=WHAT, help="How a GPU attends.")
+    Literal["fused", "products", "split"], typer.Option(rich_help_panel=WHAT, help="How a GPU attends.")
 ]  # fmt: skip
 Baseline = Annotated[
     bool, typer.Option("--transformers/--no-transformers", rich_help_panel=WHAT, help="Time transformers as well.")

@@ -31,6 +31,7 @@ from underdraw.tree import Limits, Proposal, envelope
 log = logging.getLogger(__name__)
 Compile = Literal["auto", "on", "capture", "off"]
 KEPT = 2  # sets of buffers that are kept for the next picture
+_WHOLE = 2**20  # slots, more than any cache has: a kernel that reads what is there may look at all of them
 _COMPILED = 64  # shapes of one region before torch gives up compiling
 
 
@@ -96,10 +97,10 @@ class Graphs:
 
     def __init__(
         self, *, record: Record = CudaGraph, regions: Regions = PLAIN, kernel: Kernel = "fused", smallest: int = 1,
-        quantum: int = 256, tell: Callable[[str], None] = log.info,
+        quantum: int | None = None, tell: Callable[[str], None] = log.info,
     ) -> None:  # fmt: skip
         self.record, self.regions, self.kernel, self.smallest = record, regions, kernel, smallest
-        self.quantum, self.tell = quantum, tell
+        self.quantum, self.tell = quantum or (_WHOLE if kernel == "split" else 256), tell
         self.kept: dict[Hashable, Captured] = {}
         self.told: set[int] = set()  # sizes that were announced
 

@@ -1,0 +1,110 @@
+# ruff: noqa: N803
+"""Attention of a few nodes to a long cache on a GPU: every head's share of the cache is split among many processors.
+
+A fused kernel gives one head of one row to one processor, which reads the whole cache alone while most others have
+nothing to do. Here each reads a short stretch; a second, small kernel joins what they found. Stretches past what a row
+holds are not read at all, so a pass may look at the whole cache and costs what is in it. Needs triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+NARROWEST = 16  # of what a matrix unit multiplies
+_KEYS = 64  # cache slots at a time
+
+
+@triton.jit
+def _parts(  # type: ignore[no-untyped-def]
+    q, keys, values, bias, used, part, top, total, q_row, q_node, q_head, k_row, k_group, length, count, rows,
+    scale, GROUPS: tl.constexpr, SHARE: tl.constexpr, STRETCH: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Queries of one row and group against one stretch: sums of values, the largest score and the sum of weights."""
+    pair, split = tl.program_id(0), tl.program_id(1)
+    row, group = pair // GROUPS, pair % GROUPS
+    m = tl.program_id(2) * M + tl.arange(0, M)  # heads of the group, each with all nodes
+    there, node, head = m < rows, m % count, group * SHARE + m // count
+    d = tl.arange(0, D)
+    query = tl.load(
+        q + row * q_row + node[:, None] * q_node + head[:, None] * q_head + d, mask=there[:, None], other=0.0
+    )
+    start = split * STRETCH
+    stop = tl.minimum(tl.minimum(start + STRETCH, length), tl.load(used + row).to(tl.int32))
+    largest = tl.full([M], float("-inf"), tl.float32)
+    weight = tl.zeros([M], tl.float32)
+    out = tl.zeros([M, D], tl.float32)
+    cache = row.to(tl.int64) * k_row + group * k_group
+    for first in range(start, stop, KEYS):
+        slot = first + tl.arange(0, KEYS)
+        inside = slot < stop
+        place = cache + slot[:, None] * D + d
+        key = tl.load(keys + place, mask=inside[:, None], other=0.0)
+        hidden = tl.load(
+            bias + (row * count + node[:, None]) * length + slot, mask=there[:, None] & inside, other=float("-inf")
+        )
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale + hidden.to(tl.float32)
+        new = tl.maximum(largest, tl.max(score, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        chance = tl.exp(score - base[:, None])
+        shrink = tl.exp(largest - base)
+        value = tl.load(values + place, mask=inside[:, None], other=0.0)
+        out = out * shrink[:, None] + tl.dot(chance.to(value.dtype), value, input_precision=PRECISION)
+        weight = weight * shrink + tl.sum(chance, 1)
+        largest = new
+    index = (pair * tl.num_programs(1) + split) * rows + m
+    tl.store(top + index, largest, mask=there)
+    tl.store(total + index, weight, mask=there)
+    tl.store(part + index[:, None] * D + d, out, mask=there[:, None])
+
+
+@triton.jit
+def _join(  # type: ignore[no-untyped-def]
+    part, top, total, out, splits, count, rows, GROUPS: tl.constexpr, SHARE: tl.constexpr, S: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """One query: what its stretches found, weighed by their largest scores."""
+    pair, m = tl.program_id(0), tl.program_id(1)
+    row, group = pair // GROUPS, pair % GROUPS
+    s, d = tl.arange(0, S), tl.arange(0, D)
+    index = (pair * splits + s) * rows + m
+    there = s < splits
+    largest = tl.load(top + index, mask=there, other=float("-inf"))
+    share = tl.exp(largest - tl.max(largest, 0))
+    weight = tl.sum(share * tl.load(total + index, mask=there, other=0.0), 0)
+    found = tl.load(part + index[:, None] * D + d, mask=there[:, None], other=0.0)
+    mean = tl.sum(found * share[:, None], 0) / weight
+    place = (row * count + m % count) * GROUPS * SHARE + group * SHARE + m // count
+    tl.store(out + place * D + d, mean.to(out.dtype.element_ty))
+
+
+def attend_split(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, used: Tensor) -> Tensor:
+    """q (R, N, H, D) against caches (R, G, L, D); bias (R, 1, N, L); `used` (R,) slots of each row hold anything."""
+    batch, count, heads, width = q.shape
+    groups, length = keys.shape[1], bias.shape[-1]
+    rows = heads // groups * count  # queries of one group
+    block = min(max(triton.next_power_of_2(rows), NARROWEST), 64)
+    stretch = 128 if block <= 16 else 256
+    while batch * groups * -(-length // stretch) > 2048:
+        stretch *= 2
+    splits = -(-length // stretch)
+    pairs = batch * groups
+    part = torch.empty(pairs, splits, rows, width, dtype=torch.float32, device=q.device)
+    top, total = torch.empty(2, pairs, splits, rows, dtype=torch.float32, device=q.device)
+    out = torch.empty(batch, count, heads * width, dtype=q.dtype, device=q.device)
+    shape: dict[str, Any] = {"GROUPS": groups, "SHARE": heads // groups, "D": width}
+    with torch.cuda.device_of(q):
+        _parts[(pairs, splits, -(-rows // block))](
+            q, keys, values, bias, used, part, top, total, *q.stride()[:3], *keys.stride()[:2], length, count, rows,
+            width**-0.5, **shape, STRETCH=stretch, M=block, KEYS=_KEYS,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        )  # fmt: skip
+        _join[(pairs, rows)](
+            part, top, total, out, splits, count, rows, **shape, S=triton.next_power_of_2(splits)
+        )  # fmt: skip
+    return out

@@ -1,0 +1,27 @@
+"""The split attention of GPUs, by triton's interpreter where triton is installed: what torch's attention gives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+PROGRAM = """
+import torch
+from underdraw.nn.split import attend_split
+import attending
+
+for case in attending.CASES:
+    attending.check(case, attend_split, torch.device("cpu"), torch.float32, 1e-5)
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_split_attention_is_attention() -> None:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -19,7 +19,7 @@ NARROWEST = 16  # of what a matrix unit multiplies
 _KEYS = 64  # cache slots at a time
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _parts(  # type: ignore[no-untyped-def]
     q, keys, values, bias, used, part, top, total, q_row, q_node, q_head, k_row, k_group, length, count, rows,
     scale, GROUPS: tl.constexpr, SHARE: tl.constexpr, STRETCH: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
@@ -63,7 +63,7 @@ def _parts(  # type: ignore[no-untyped-def]
     tl.store(part + index[:, None] * D + d, out, mask=there[:, None])
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _join(  # type: ignore[no-untyped-def]
     part, top, total, out, splits, count, rows, GROUPS: tl.constexpr, SHARE: tl.constexpr, S: tl.constexpr,
     D: tl.constexpr,

@@ -2,8 +2,8 @@
 
 On a CPU the sum over keys is taken block by block of *sequence places*, with the normaliser as one more value column.
 Masked keys add exact zeros, and a tree node's ancestors stand in the same order as the committed tokens would, so a
-node of a large tree gets the same bits as the same token decoded alone. On a GPU it is torch's fused attention, or two
-plain products with a softmax between them.
+node of a large tree gets the same bits as the same token decoded alone. On a GPU it is torch's fused attention, two
+plain products with a softmax between them, or a kernel of our own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 BLOCK = 256  # places a block: with up to 128 tree nodes a sum has 384 terms, the most that the BLAS adds in plain order
 _FEWEST = 4  # queries below which the BLAS takes another path
-Kernel = Literal["fused", "products"]
-"""How a GPU attends; which one is faster depends on the number of queries."""
+Kernel = Literal["fused", "products", "split"]
+"""How a GPU attends: torch's fused attention, two products with a softmax between them, or `nn.split`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,45 +27,53 @@ class Window:
 
     start: int
     stop: int
-    inside: Tensor | None  # (R, 1, 1, stop - start) float, None when every visible slot belongs
+    inside: Tensor | None  # (R * G, 1, stop - start) float, None when every visible slot belongs
 
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """What each new node may look at: `mask` over the first `length` cache slots, and their windows.
+    """What each new node may look at, as a bias that is added to scores; and, on a CPU, the windows of the slots."""
 
-    On a GPU the mask is a bias, which is added to scores, and there are no windows.
-    """
-
-    mask: Tensor  # (R, 1, N, length) bool, or the keys' type
+    bias: Tensor  # (R, 1, N, length), on a CPU (R * G, M, length) as `_attend_rows` has it
     windows: tuple[Window, ...]
+    used: Tensor | None = None  # (R,) slots that hold anything, for kernels that read no others
 
-    @property
-    def length(self) -> int:
-        return self.mask.shape[-1]
+    @classmethod
+    def of(cls, mask: Tensor, windows: tuple[Window, ...], heads: int, groups: int, dtype: torch.dtype) -> Visible:
+        """From a mask (R, N, length) of what is seen."""
+        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        if mask.device.type != "cpu":
+            return cls(bias[:, None], windows)
+        bias = torch.cat([bias] * _copies(heads // groups, mask.shape[1]), dim=1)
+        return cls(bias.repeat_interleave(groups, dim=0), windows)
 
 
-def windows(committed: Tensor, depths: Tensor, spread: int, first: int, length: int) -> tuple[Window, ...]:
+def _copies(share: int, count: int) -> int:
+    """How often `count` nodes stand in the rows of one key-value head: once for each head, more if those are few."""
+    return share * -(-_FEWEST // (share * count))
+
+
+def windows(committed: Tensor, depths: Tensor, spread: int, first: int, length: int, groups: int) -> tuple[Window, ...]:
     """Windows over `length` slots: rows hold `committed` (R,) tokens, then nodes whose places are committed + depth.
 
     `depths` (R, M) are those of the nodes now in the slots from `committed` on. A node's slot never comes before its
     place and at most `spread` slots after it. `first` is a lower bound of `committed`, known without asking the device.
     """
-    count = depths.shape[1]
-    if length <= BLOCK:
-        return (Window(0, length, None),)
+    starts = range(0, length, BLOCK)
+    if len(starts) == 1 or not spread:
+        return tuple(Window(start, min(start + BLOCK, length), None) for start in starts)
     slot = torch.arange(length, device=depths.device)
-    ahead = (slot - committed[:, None]).clamp(0, count - 1)  # (R, length) node in the slot
+    ahead = (slot - committed[:, None]).clamp(0, depths.shape[1] - 1)  # (R, length) node in the slot
     place = torch.where(slot < committed[:, None], slot, committed[:, None] + depths.gather(1, ahead))
     parts = []
-    for start in range(0, length, BLOCK):
+    for start in starts:
         stop = start + BLOCK
         if stop <= first:
             parts.append(Window(start, stop, None))
             continue
         stop = min(stop + spread, length)
         inside = place[:, start:stop] // BLOCK == start // BLOCK
-        parts.append(Window(start, stop, inside[:, None, None].float()))
+        parts.append(Window(start, stop, inside[:, None].float().repeat_interleave(groups, dim=0)))
     return tuple(parts)
 
 
@@ -77,47 +85,45 @@ def values_like(keys: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, kernel: Kernel = "fused") -> Tensor:
-    """q (R, N, H, D) against cached keys (R, G, L, D) and values of `values_like`: (R, N, H * D). G divides H."""
+    """q (R, N, H, D) against keys (R, G, L, D) and values of `values_like`: (R, N, H * D)."""
     rows, count, heads, width = q.shape
-    groups, length = keys.shape[1], visible.length
-    keys, values = keys[:, :, :length], values[:, :, :length]
+    groups = keys.shape[1]
+    if kernel == "split" and visible.used is not None and width >= 16:
+        from underdraw.nn.split import attend_split
+
+        return attend_split(q, keys, values, visible.bias, visible.used)
     q = q.transpose(1, 2)
     if q.device.type != "cpu" and kernel == "fused" and heads == groups:  # it is slow where heads share keys
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible.mask)
-        return out.transpose(1, 2).reshape(rows, count, heads * width)
-    q = q.reshape(rows, groups, heads // groups, count, width).flatten(2, 3)
-    rule = _attend_rows if q.device.type == "cpu" else _attend_products
-    out = rule(q, keys, values, visible, heads // groups).view(rows, heads, count, width)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible.bias)
+    else:
+        rule = _attend_rows if q.device.type == "cpu" else _attend_products
+        q = q.reshape(rows, groups, heads // groups * count, width)
+        out = rule(q, keys, values, visible).view(rows, heads, count, width)
     return out.transpose(1, 2).reshape(rows, count, heads * width)
 
 
-def _attend_products(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, share: int) -> Tensor:
-    """As `_attend_rows`, for a GPU: visible.mask is a bias (R, 1, N, L)."""
+def _attend_products(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
+    """q (R, G, M, D), where the M rows are the heads of a group times N nodes -> (R, G, M, D)."""
     scores = (q @ keys.transpose(-1, -2)).float() * q.shape[-1] ** -0.5  # (R, G, M, L)
-    weights = (scores + visible.mask.repeat(1, 1, share, 1)).softmax(-1)
+    weights = (scores + visible.bias.repeat(1, 1, q.shape[2] // visible.bias.shape[2], 1)).softmax(-1)
     return weights.to(values.dtype) @ values
 
 
-def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, share: int) -> Tensor:
-    """q (R, G, M, D), where the M rows are `share` heads times N nodes -> (R, G, M, D)."""
-    count, width = q.shape[2:]
+def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
+    """The same on a CPU, in blocks, with at least `_FEWEST` rows."""
+    q, keys, values = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)  # (R * G, ...)
+    count, width = q.shape[1:]
     if count < _FEWEST:
-        q = torch.cat([q, q[:, :, :1].expand(-1, -1, _FEWEST - count, -1)], dim=2)
-    scores = (q @ keys.transpose(-1, -2))[:, :, :count] * width**-0.5  # (R, G, M, L)
-    hidden = ~visible.mask  # (R, 1, N, L)
-    if share > 1:
-        hidden = hidden.repeat(1, 1, share, 1)
-    scores = scores.masked_fill_(hidden, -torch.inf).float()
-    weights = (scores - scores.amax(-1, keepdim=True)).exp_().to(values.dtype)
-    if count < _FEWEST:
-        weights = torch.cat([weights, weights[:, :, :1].expand(-1, -1, _FEWEST - count, -1)], dim=2)
+        q = torch.cat([q] * (visible.bias.shape[1] // count), dim=1)
+    scores = torch.baddbmm(visible.bias, q * width**-0.5, keys.transpose(1, 2)).float()  # (R * G, M, L)
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().to(values.dtype)
     total: Tensor | None = None
     for window in visible.windows:
         part = weights[..., window.start : window.stop]
         if window.inside is not None:
             part = part * window.inside.to(part.dtype)
-        block = part @ values[:, :, window.start : window.stop]
+        block = torch.bmm(part, values[:, window.start : window.stop])
         total = block if total is None else total.add_(block)
     assert total is not None
-    total = total[:, :, :count]
+    total = total[:, :count]
     return total[..., :-1] / total[..., -1:]

@@ -12,12 +12,13 @@ what it commits is not known to the host while it runs, which is told afterwards
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from underdraw.errors import CapacityError
-from underdraw.nn.attention import Kernel, Visible, attend, values_like, windows
+from underdraw.nn.attention import Kernel, Visible, Window, attend, values_like, windows
 from underdraw.nn.transformer import PLAIN, Transformer
 
 
@@ -43,7 +44,7 @@ class Stream:
         """Forget every token."""
         self.forget()
         self.length.zero_()
-        self.known, self.span, self.regions = [0] * len(self.known), None, PLAIN
+        self.known, self.span, self.regions, self.kernel = [0] * len(self.known), None, PLAIN, "fused"
 
     def fix(self, more: int, quantum: int) -> int:
         """Make the next pass look at a fixed number of slots, enough for `more` new tokens; returns that number."""
@@ -69,13 +70,13 @@ class Stream:
     ) -> Tensor:
         """`extend`, with nodes behind the new tokens: `depths` (R, N) and what each sees of them, before (R, N, N)."""
         self.forget()
-        features = self._run(x, rotation, depths, before, spread=x.shape[1])
+        features = self._run(x, rotation, depths, before, spread=x.shape[1] - 1)
         self._grow(counts, known)
         return features
 
     def branch(self, x: Tensor, rotation: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
         """Add N tree nodes x (R, N, dim) to the M there are; ancestors (R, N, M + N). Features (R, N, dim)."""
-        return self._run(x, rotation, depths, ancestors, spread=ancestors.shape[-1])
+        return self._run(x, rotation, depths, ancestors, spread=ancestors.shape[-1] - 1)
 
     def forget(self) -> None:
         """Drop the tree nodes."""
@@ -119,26 +120,33 @@ class Stream:
             self._check(used)
             length = min(-(-used // 64) * 64, self.capacity)
         self.depths = torch.cat([self.depths, depths], dim=1)
-        slots = self.length[:, None] + before + torch.arange(count, device=x.device)  # (R, N)
         visible = self._visible(ancestors, spread, length)
-        row = torch.arange(rows, device=x.device)[:, None]
+        groups = self.net.arch.groups
+        heads = torch.arange(0, rows * groups * self.capacity, self.capacity, device=x.device).view(rows, 1, groups)
+        slots = (self.length[:, None] + before + torch.arange(count, device=x.device))[..., None] + heads  # (R, N, G)
+        new_keys, new_values = (
+            cache.flatten(1, 3).unbind() for cache in (self.keys, self.values[..., : self.net.arch.width])
+        )
+        keys, values = (cache[:, :, :, :length].unbind() for cache in (self.keys, self.values))
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.keys[layer][row, :, slots] = k
-            self.values[layer][row, :, slots, : v.shape[-1]] = v
-            return attend(q, self.keys[layer], self.values[layer], visible, self.kernel)
+            new_keys[layer].index_put_((slots,), k)
+            new_values[layer].index_put_((slots,), v)
+            return attend(q, keys[layer], values[layer], visible, self.kernel)
 
         return self.net(x, rotation, attention, self.regions)
 
     def _visible(self, ancestors: Tensor, spread: int, length: int) -> Visible:
-        """ancestors (R, N, M + N) as a mask over `length` cache slots."""
+        """ancestors (R, N, M + N) as what is seen of `length` cache slots."""
         count, nodes = ancestors.shape[1:]
         slot = torch.arange(length, device=ancestors.device)
         ahead = slot - self.length[:, None]  # (R, length) node in the slot, negative for committed tokens
         tree = ancestors.gather(2, ahead.clamp(0, nodes - 1)[:, None].expand(-1, count, -1))
-        mask = ((ahead < 0)[:, None] | (tree & (ahead < nodes)[:, None]))[:, None]
-        if mask.device.type != "cpu":
-            bias = torch.zeros(mask.shape, dtype=self.keys.dtype, device=mask.device)
-            return Visible(bias.masked_fill_(~mask, -torch.inf), ())
-        first = min(self.known) if self.span is None else 0
-        return Visible(mask, windows(self.length, self.depths.clamp(min=0), spread, first, length))
+        mask = (ahead < 0)[:, None] | (tree & (ahead < nodes)[:, None])
+        parts: tuple[Window, ...] = ()
+        arch = self.net.arch
+        if mask.device.type == "cpu":
+            first = min(self.known) if self.span is None else 0
+            parts = windows(self.length, self.depths.clamp(min=0), spread, first, length, arch.groups)
+        visible = Visible.of(mask, parts, arch.heads, arch.groups, self.keys.dtype)
+        return replace(visible, used=self.length + nodes) if self.kernel == "split" else visible

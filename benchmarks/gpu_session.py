@@ -78,7 +78,7 @@ def engine(model: str, out: Path, *, full: bool, kernel: str) -> None:
 
     place = placement("auto", "auto")
     cuda = place.device.type == "cuda"
-    sizes: tuple[int, ...] = (8, 16, 32, 64, 128) if full else (64,)
+    sizes: tuple[int, ...] = (1, 8, 16, 32, 64, 128) if full else (1, 64)
     levels: Any = ("eagle", "block") if full else ()
     attention: Any = kernel
     settings = Settings(

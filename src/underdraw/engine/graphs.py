@@ -12,7 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from importlib.util import find_spec
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -79,14 +79,20 @@ def _anchor(device: int) -> torch.cuda.CUDAGraph:
 
 
 @functools.cache
-def compiled_regions(backend: str = "inductor") -> Regions:
-    """The halves of a block, compiled once for every shape and shared by all layers; torch caches them on disk."""
+def compiled_regions(backend: str = "inductor", *, tuned: bool = False) -> Regions:
+    """The halves of a block, compiled for one node and for any other number; all layers share them.
+
+    torch caches them on disk. `tuned` also tries kernels for the matrix products, which takes minutes.
+    """
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILED)
-    before = torch.compile(Block.before, fullgraph=True, dynamic=False, backend=backend)
-    after = torch.compile(Block.after, fullgraph=True, dynamic=False, backend=backend)
-    return Regions(before, after)
+    mode = "max-autotune-no-cudagraphs" if tuned else None
+
+    def compiled(region: Any) -> Any:
+        return torch.compile(region, fullgraph=True, backend=backend, mode=mode)
+
+    return Regions(compiled(Block.before), compiled(Block.after))
 
 
 class Graphs:

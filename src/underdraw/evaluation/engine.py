@@ -39,8 +39,11 @@ from underdraw.protocols import Drafter, TreePolicy, Verifier
 from underdraw.sampling import Sampler
 from underdraw.verifiers.exact import Exact
 
-SIZES = (8, 16, 32, 64, 128)
+SIZES = (1, 8, 16, 32, 64, 128)
+CONTEXT = 540  # tokens between prompt and passes that are timed by size: as in the middle of a picture
+PICTURES = 3  # plain ones that are timed
 WARM = 6  # passes until the pass of a kind is replayed: prompt, first, captured, and some to settle
+KERNELS = 16  # of a pass that are named
 FORCED = "accepted lengths were forced from a trace; no picture was drawn with these weights"
 Kind = Literal["eagle", "block", "jacobi"]
 
@@ -58,6 +61,7 @@ class Settings:
     sizes: tuple[int, ...] = SIZES
     drafters: tuple[Kind, ...] = ("eagle", "block")  # whose levels are timed
     kernel: Kernel = "fused"
+    tuned: bool = False  # whether matrix products are tuned while compiling
 
 
 @dataclass
@@ -75,7 +79,7 @@ class EngineBench:
         self.shape = shape(given.model)
         self.target = random_target(self.shape.arch, given.placement)
         record = CudaGraph if self.device.type == "cuda" else Direct
-        regions = compiled_regions() if given.compile else PLAIN
+        regions = compiled_regions(tuned=given.tuned) if given.compile else PLAIN
         self.graphs = Graphs(record=record, regions=regions, kernel=given.kernel, tell=self.tell)
 
     @property
@@ -86,14 +90,15 @@ class EngineBench:
         self, drafter: Drafter, policy: TreePolicy, *, graphs: Graphs | None = None, verifier: Verifier | None = None,
         passes: int | None = None,
     ) -> list[Step]:  # fmt: skip
-        """The passes of a picture, or the first few; steps of the first image alone."""
+        """The passes of a picture, or the first few after a long prompt; steps of the first image alone."""
         given, own = self.settings, self.shape
         sampler = Sampler(
             own.layout, range(given.batch), temperature=given.temperature, top_k=own.top_k, device=self.device
         )  # fmt: skip
         steps = []
         for step in decode(
-            self.target, drafter, policy, verifier or Exact(), own.prompts(given.batch), sampler,
+            self.target, drafter, policy, verifier or Exact(),
+            own.prompts(given.batch, 0 if passes is None else CONTEXT), sampler,
             guidance=own.guidance, histories=[History(own.layout) for _ in range(given.batch)],
             graphs=graphs or self.graphs,
         ):  # fmt: skip
@@ -104,7 +109,7 @@ class EngineBench:
         return steps
 
     def pass_ms(self, drafter: Drafter, policy: TreePolicy, graphs: Graphs | None = None) -> float:
-        """Milliseconds of a pass of one kind: the median of some from the start of a picture."""
+        """Milliseconds of a pass of one kind: the median of some."""
         steps = self.draw(drafter, policy, graphs=graphs, passes=WARM + self.settings.passes)
         return 1000 * statistics.median(step.seconds for step in steps[WARM:])
 
@@ -125,23 +130,53 @@ class EngineBench:
         return (Block if kind == "block" else Eagle)(net)  # type: ignore[arg-type]
 
     def plain(self) -> dict[str, Any]:
-        """A token of plain decoding over a whole picture, the second one, with all passes captured; and what the host
-        adds to the device's own time."""
-        self.tell("a whole picture, plain")
+        """A token of plain decoding over whole pictures, with all passes captured; and what the host adds to it."""
+        self.tell("whole pictures, plain")
+        began = time.perf_counter()
         self.draw(Forced(), NoTree())
-        steps = self.draw(Forced(), NoTree())
-        spent = 1000 * sum(step.seconds for step in steps) / sum(len(step.tokens) for step in steps)
+        first = time.perf_counter() - began
+        pictures = [self.draw(Forced(), NoTree()) for _ in range(PICTURES)]
+        spent = [1000 * sum(s.seconds for s in steps) / sum(len(s.tokens) for s in steps) for steps in pictures]
+        median = 1000 * statistics.median(step.seconds for steps in pictures for step in steps)
         device = self._device_ms()
-        median = 1000 * statistics.median(step.seconds for step in steps)
-        found = {"ms_per_token": spent, "median_pass_ms": median, "device_pass_ms": device}
-        return {**found, "host_share": None if device is None else max(0.0, 1 - device / median)}
+        return {
+            "ms_per_token": statistics.median(spent), "ms_per_token_each": spent, "median_pass_ms": median,
+            "device_pass_ms": device, "host_share": None if device is None else max(0.0, 1 - device / median),
+            "first_picture_seconds": first,
+        }  # fmt: skip
 
-    def _device_ms(self) -> float | None:
-        """The captured passes of the last picture by the device's own clock, averaged over kinds."""
+    def _runs(self) -> list[Callable[[], None]]:
+        """The captured passes of the last picture, to be replayed at its end, where they change nothing any more."""
         passes = list(self.graphs.kept.values())[-1]
         assert isinstance(passes, Captured)
-        runs = [run for run in passes.runs.values() if isinstance(run, CudaGraph)]
-        return statistics.mean(device_ms(run.replay) for run in runs) if runs else None
+        return [run.replay for run in passes.runs.values() if isinstance(run, CudaGraph)]
+
+    def _device_ms(self) -> float | None:
+        """Those passes by the device's own clock, one after the other without a gap; averaged over kinds."""
+        runs = self._runs()
+        return statistics.mean(device_ms(run, together=8) for run in runs) if runs else None
+
+    def profile(self) -> list[dict[str, Any]]:
+        """Where the device's time goes in the last captured plain pass: kernels by name, the longest first."""
+        runs = self._runs()
+        if not runs:
+            return []
+        from torch.profiler import ProfilerActivity, profile
+
+        self.tell("kernels of a plain pass")
+        runs[-1]()
+        torch.cuda.synchronize()
+        repeats = 4
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(repeats):
+                runs[-1]()
+            torch.cuda.synchronize()
+        found = [
+            {"kernel": one.key[:120], "count": one.count / repeats, "ms": one.device_time_total / repeats / 1000}
+            for one in seen.key_averages()
+            if one.device_time_total > 0
+        ]
+        return sorted(found, key=lambda one: -float(one["ms"]))[:KERNELS]
 
     def verify(self) -> dict[str, float]:
         """A pass over so many nodes, without drafting."""
@@ -183,17 +218,18 @@ class EngineBench:
         }  # fmt: skip
 
 
-def device_ms(work: Callable[[], Any], repeats: int = 20) -> float:
-    """The median by the device's clock, or the host's where there is no device."""
+def device_ms(work: Callable[[], Any], repeats: int = 20, together: int = 1) -> float:
+    """The median by the device's clock, or the host's where there is no device; `together` times without a wait."""
     times = []
     for _ in range(repeats):
         if torch.cuda.is_available():
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             began.record()
-            work()
+            for _ in range(together):
+                work()
             ended.record()
             ended.synchronize()
-            times.append(began.elapsed_time(ended))
+            times.append(began.elapsed_time(ended) / together)
         else:
             start = time.perf_counter()
             work()
@@ -242,18 +278,21 @@ def measure(
         "model": f"random:{settings.model}", "machine": about(device), "batch": settings.batch,
         "guidance": bench.shape.guidance, "temperature": settings.temperature, "top_k": bench.shape.top_k,
         "dtype": str(settings.placement.dtype).removeprefix("torch."), "compiled": settings.compile,
-        "attention": settings.kernel, "tokens": bench.shape.layout.stop - bench.shape.layout.start,
+        "attention": settings.kernel, "tuned": settings.tuned, "tokens": bench.shape.layout.stop - bench.shape.layout.start,
         "bytes_a_pass": read, "bandwidth_bytes_per_second": speed, "floor_ms": 1000 * read / speed,
         "layouts_us": layouts(bench.target, 2 * settings.batch), "verify_ms": {}, "level_ms": {}, "replays": [],
     }  # fmt: skip
     plain = bench.plain()
     record["plain"] = {**plain, "over_floor": plain["ms_per_token"] / record["floor_ms"]}
     keep(record)
+    record["profile"] = bench.profile()
+    keep(record)
     for trace, kind in traces:
         found = bench.replay(trace, kind)
         record["replays"].append({**found, "over_plain": plain["ms_per_token"] / found["ms_per_token"]})
         keep(record)
-    record["verify_ms"] = {"1": plain["median_pass_ms"], **bench.verify()}
+    record["verify_ms"] = bench.verify()
+    record["context"] = CONTEXT
     keep(record)
     record["level_ms"] = bench.levels()
     if device.type == "cuda":

@@ -17,10 +17,11 @@ def rows(record: Record) -> Iterator[tuple[str, str]]:
     yield "weights read a pass", f"{record['bytes_a_pass'] / 1e9:.2f} GB"
     yield "floor", f"{record['floor_ms']:.2f} ms"
     yield "plain, a token", f"{plain['ms_per_token']:.2f} ms, {plain['over_floor']:.2f} x floor"
+    yield "first picture, with compiling and capturing", f"{plain['first_picture_seconds']:.1f} s"
     if plain["host_share"] is not None:
         yield "host's share of a pass", f"{100 * plain['host_share']:.1f} %"
     for size, spent in record["verify_ms"].items():
-        yield f"pass over {size} nodes", f"{spent:.2f} ms, {spent / plain['median_pass_ms']:.2f} x plain"
+        yield f"pass over {size} nodes", f"{spent:.2f} ms, {spent / record['verify_ms']['1']:.2f} x one node"
     for kind, widths in record["level_ms"].items():
         for width, spent in widths.items():
             yield f"one level, {kind}, {width} nodes", f"{spent:.3f} ms"
@@ -49,6 +50,9 @@ def page(records: Sequence[Record]) -> str:
         )
         parts.append("| what | value |\n|---|---|")
         parts.extend(f"| {name} | {value} |" for name, value in rows(record))
+        if record.get("profile"):
+            parts.append("\n| kernel of a plain pass | times | ms |\n|---|---|---|")
+            parts.extend(f"| `{one['kernel']}` | {one['count']:.0f} | {one['ms']:.3f} |" for one in record["profile"])
         notes = dict.fromkeys(replay["note"] for replay in record["replays"])
         parts.extend(f"\nReplayed: {note}." for note in notes)
         parts.append("")

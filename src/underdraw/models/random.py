@@ -37,11 +37,14 @@ class Shape:
     top_k: int = 0
     prompt: int = 32
 
-    def prompts(self, count: int) -> list[Prompt]:
-        """Prompts of any tokens; the unconditional row is two tokens long, as for the families that have words."""
+    def prompts(self, count: int, more: int = 0) -> list[Prompt]:
+        """Prompts of any tokens; the unconditional row is two tokens long, as for the families that have words.
+
+        `more` tokens on both rows stand for a picture that is drawn in part.
+        """
         codes = self.layout.codes
         text = [token for token in range(1, self.arch.vocab) if token not in codes][:1] or [codes.start]
-        return [Prompt(tuple(text * self.prompt), tuple(text * 2)) for _ in range(count)]
+        return [Prompt(tuple(text * (self.prompt + more)), tuple(text * (2 + more))) for _ in range(count)]
 
 
 def _janus() -> Shape:

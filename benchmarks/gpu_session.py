@@ -82,7 +82,8 @@ def engine(model: str, out: Path, *, full: bool, kernel: str) -> None:
     levels: Any = ("eagle", "block") if full else ()
     attention: Any = kernel
     settings = Settings(
-        model, place, compile=cuda, passes=40 if cuda else 4, sizes=sizes, drafters=levels, kernel=attention
+        model, place, compile="on" if cuda else "off", passes=40 if cuda else 4, sizes=sizes, drafters=levels,
+        kernel=attention,
     )  # fmt: skip
     # A trace is replayed with the kind of drafter that its name begins with.
     traces: Any = [(Trace.load(path), path.stem.partition("-")[0]) for path in sorted(TRACES.glob("*.json")) if full]

@@ -5,6 +5,7 @@ A tape fails if the captured work waits for the device, and goes wrong if it dep
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import captured
@@ -17,7 +18,8 @@ from tape import Tape
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.engine.graphs import Direct, Graphs, compiled_regions
 from underdraw.errors import ConfigError
-from underdraw.nn.transformer import Block, Regions
+from underdraw.nn.regions import PLAIN
+from underdraw.nn.transformer import Block
 from underdraw.plan import MAX_NODES, SIZES, TreePlan, padded_size
 from underdraw.protocols import Prompt
 from underdraw.registry import policies, verifiers
@@ -123,17 +125,24 @@ def test_a_tape_notices_what_a_graph_would_not_survive() -> None:
 
 
 def test_regions_are_compiled_once_for_all_layers() -> None:
-    """dynamo traces both halves without a break; layers share them, and shapes cost one compilation each."""
+    """dynamo traces a region without a break; layers share it, and so do all numbers of nodes above one."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
     with torch.inference_mode():
-        before = torch.compile(Block.before, fullgraph=True, dynamic=False, backend=counter)
+        between = torch.compile(PLAIN.between, fullgraph=True, backend=counter)
         net = toy.target(architecture=toy.arch(layers=4)).net
-        for count in (1, 8, 1, 8):
+        caches = torch.zeros(2, 4, 2 * 4 * 64, 8)
+        for count in (1, 8, 1, 64, 16):
             x, turn = torch.randn(2, count, 32), torch.randn(2, count, 2, 1, 8)
-            for block in net.blocks:
-                assert torch.equal(before(block, x, turn)[0], block.before(x, turn)[0])
-    assert counter.frame_count == 2, "one compilation for each number of nodes"
+            slots = torch.randperm(512)[: 2 * count * 4].view(2, count, 4)
+            for block, after, keys, values in zip(net.blocks, net.blocks[1:], *caches, strict=False):
+                given = (block, after, x, x, turn, keys, values, slots)
+                found = between(*given)
+                written = caches.clone()
+                for one, other in zip(found, PLAIN.between(*given), strict=True):
+                    assert torch.equal(one, other)
+                assert torch.equal(caches, written)
+    assert counter.frame_count == 2, "one compilation for one node, one for more"
     torch._dynamo.reset()
 
 
@@ -148,11 +157,11 @@ def test_prompts_are_not_compiled() -> None:
     """Their lengths differ, and compiling takes seconds."""
     of, sizes = toy.target(), set()
 
-    def before(block: Block, x: torch.Tensor, turn: torch.Tensor) -> Any:
+    def leave(block: Block, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         sizes.add(x.shape[1])
-        return block.before(x, turn)
+        return block.after(x, attended)
 
-    kept = graphs(regions=Regions(before, Block.after))
+    kept = graphs(regions=replace(PLAIN, leave=leave))
     for own in (toy.eagle(of, above=True), toy.block(of)):
         for length in (5, 6, 7, 9):
             rows = [Prompt((0,) * length, (0, 3))]

@@ -51,6 +51,9 @@ Passes = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help
 Attention = Annotated[
     Literal["fused", "products", "split"], typer.Option(rich_help_panel=WHAT, help="How a GPU attends.")
 ]  # fmt: skip
+Tune = Annotated[
+    bool, typer.Option("--tune", rich_help_panel=WHAT, help="Also try kernels for the matrix products; takes minutes.")
+]
 Baseline = Annotated[
     bool, typer.Option("--transformers/--no-transformers", rich_help_panel=WHAT, help="Time transformers as well.")
 ]
@@ -67,6 +70,7 @@ def engine(
     batch: Batch = 1,
     passes: Passes = 40,
     attention: Attention = "fused",
+    tune: Tune = False,
     baseline: Baseline = True,
     temperature: options.Temperature = None,
     device: options.Device = "auto",
@@ -91,17 +95,17 @@ def engine(
     from underdraw.engine.graphs import graphs_for
     from underdraw.evaluation.engine import Settings, measure
     from underdraw.loading import placement
-    from underdraw.nn.transformer import PLAIN
+    from underdraw.nn.regions import PLAIN
 
     place = placement(device, dtype)
     graphs = graphs_for(place.device, compile)
+    mode: Any = "off" if graphs is None else "capture" if graphs.regions is PLAIN else "on"
     settings = Settings(
-        model.removeprefix(PREFIX), place, graphs is not None and graphs.regions is not PLAIN, batch, passes,
-        1.0 if temperature is None else temperature, kernel=attention,
+        model.removeprefix(PREFIX), place, mode, batch, passes, 1.0 if temperature is None else temperature,
+        kernel=attention, tuned=tune,
     )  # fmt: skip
     console = Console(stderr=True, quiet=json or quiet)
-    record = measure(settings, traces, console.print, baseline=baseline)
-    _write(record, out)
+    record = measure(settings, traces, console.print, baseline=baseline, keep=lambda part: _write(part, out))
     if not (json or quiet):
         show(record)
     plain = record["plain"]

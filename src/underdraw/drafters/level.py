@@ -15,9 +15,10 @@ from torch import Tensor
 from underdraw.calibration import Calibration
 from underdraw.layout import Layout
 from underdraw.nn.lasting import Frame, LastingDraft
+from underdraw.nn.regions import PLAIN
 from underdraw.nn.session import guided
 from underdraw.nn.stream import Stream
-from underdraw.nn.transformer import PLAIN, Transformer
+from underdraw.nn.transformer import Transformer
 from underdraw.plan import MAX_NODES, padded_size
 from underdraw.protocols import Outcome, Request
 from underdraw.tree import DraftTree, Expand, Level, grow

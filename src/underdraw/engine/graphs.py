@@ -21,8 +21,8 @@ from underdraw.engine.passes import Laws, News, Passes, unpacked
 from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.nn.attention import Kernel
 from underdraw.nn.lasting import Frame, LastingDraft
+from underdraw.nn.regions import PLAIN, Regions
 from underdraw.nn.session import DecoderSession
-from underdraw.nn.transformer import PLAIN, Block, Regions
 from underdraw.plan import TreePlan, padded_size
 from underdraw.protocols import Drafter, Prompt, Target, Verifier
 from underdraw.sampling import Sampler
@@ -80,7 +80,7 @@ def _anchor(device: int) -> torch.cuda.CUDAGraph:
 
 @functools.cache
 def compiled_regions(backend: str = "inductor", *, tuned: bool = False) -> Regions:
-    """The halves of a block, compiled for one node and for any other number; all layers share them.
+    """What lies between attentions, compiled for one node and for any other number; all layers share it.
 
     torch caches them on disk. `tuned` also tries kernels for the matrix products, which takes minutes.
     """
@@ -92,7 +92,7 @@ def compiled_regions(backend: str = "inductor", *, tuned: bool = False) -> Regio
     def compiled(region: Any) -> Any:
         return torch.compile(region, fullgraph=True, backend=backend, mode=mode)
 
-    return Regions(compiled(Block.before), compiled(Block.after))
+    return Regions(compiled(PLAIN.enter), compiled(PLAIN.between), compiled(PLAIN.leave))
 
 
 class Graphs:

@@ -31,8 +31,8 @@ from underdraw.models.family import Placement
 from underdraw.models.random import Shape, random_target, randomise, shape
 from underdraw.nn.attention import Kernel
 from underdraw.nn.linear import arrange
+from underdraw.nn.regions import PLAIN
 from underdraw.nn.session import DecoderTarget
-from underdraw.nn.transformer import PLAIN
 from underdraw.plan import TreePlan
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Drafter, TreePolicy, Verifier
@@ -54,7 +54,7 @@ class Settings:
 
     model: str
     placement: Placement
-    compile: bool
+    compile: Literal["on", "capture", "off"]  # compiled and captured, captured, neither
     batch: int = 1
     passes: int = 40  # timed passes of each size
     temperature: float = 1.0
@@ -78,8 +78,8 @@ class EngineBench:
         given = self.settings
         self.shape = shape(given.model)
         self.target = random_target(self.shape.arch, given.placement)
-        record = CudaGraph if self.device.type == "cuda" else Direct
-        regions = compiled_regions(tuned=given.tuned) if given.compile else PLAIN
+        record = CudaGraph if self.device.type == "cuda" and given.compile != "off" else Direct
+        regions = compiled_regions(tuned=given.tuned) if given.compile == "on" else PLAIN
         self.graphs = Graphs(record=record, regions=regions, kernel=given.kernel, tell=self.tell)
 
     @property
@@ -278,7 +278,8 @@ def measure(
         "model": f"random:{settings.model}", "machine": about(device), "batch": settings.batch,
         "guidance": bench.shape.guidance, "temperature": settings.temperature, "top_k": bench.shape.top_k,
         "dtype": str(settings.placement.dtype).removeprefix("torch."), "compiled": settings.compile,
-        "attention": settings.kernel, "tuned": settings.tuned, "tokens": bench.shape.layout.stop - bench.shape.layout.start,
+        "attention": settings.kernel, "tuned": settings.tuned,
+        "tokens": bench.shape.layout.stop - bench.shape.layout.start,
         "bytes_a_pass": read, "bandwidth_bytes_per_second": speed, "floor_ms": 1000 * read / speed,
         "layouts_us": layouts(bench.target, 2 * settings.batch), "verify_ms": {}, "level_ms": {}, "replays": [],
     }  # fmt: skip

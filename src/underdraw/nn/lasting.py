@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from underdraw.nn.attention import Kernel
-from underdraw.nn.transformer import PLAIN, Regions
+from underdraw.nn.regions import PLAIN, Regions
 from underdraw.plan import TreePlan
 from underdraw.protocols import Opening, Outcome, Prompt, Request
 from underdraw.tree import DraftTree, Proposal

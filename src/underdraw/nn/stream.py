@@ -19,7 +19,8 @@ from torch import Tensor
 
 from underdraw.errors import CapacityError
 from underdraw.nn.attention import Kernel, Visible, Window, attend, values_like, windows
-from underdraw.nn.transformer import PLAIN, Transformer
+from underdraw.nn.regions import PLAIN, Caches, through
+from underdraw.nn.transformer import Transformer
 
 
 class Stream:
@@ -129,12 +130,10 @@ class Stream:
         )
         keys, values = (cache[:, :, :, :length].unbind() for cache in (self.keys, self.values))
 
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            new_keys[layer].index_put_((slots,), k)
-            new_values[layer].index_put_((slots,), v)
+        def attention(layer: int, q: Tensor) -> Tensor:
             return attend(q, keys[layer], values[layer], visible, self.kernel)
 
-        return self.net(x, rotation, attention, self.regions)
+        return through(self.net, x, rotation, Caches(new_keys, new_values, slots, attention), self.regions)
 
     def _visible(self, ancestors: Tensor, spread: int, length: int) -> Visible:
         """ancestors (R, N, M + N) as what is seen of `length` cache slots."""

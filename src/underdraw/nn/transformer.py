@@ -136,17 +136,6 @@ class Block(nn.Module):
         return self.down(gate / (1 + torch.exp(-gate)) * up)  # F.silu rounds by place once threads share a tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Regions:
-    """The two halves of a block as functions: as they are written, or compiled once for all layers."""
-
-    before: Callable[[Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = Block.before
-    after: Callable[[Block, Tensor, Tensor], Tensor] = Block.after
-
-
-PLAIN = Regions()
-
-
 class MLPHead(nn.Module):
     """A head with a hidden layer and biases; `weight` is that of the last matrix, one row an output."""
 
@@ -181,12 +170,12 @@ class Transformer(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding(tokens)
 
-    def forward(self, x: Tensor, rotation: Tensor, attend: Attend, regions: Regions = PLAIN) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
         """Embeddings (R, N, dim) and rotation (R, N, 2, width / 2) to features (R, N, dim): what the head reads."""
         turn = factors(rotation, self.arch.rope.pairing, x.dtype)
         for index, block in enumerate(self.blocks):
-            q, k, v = regions.before(block, x, turn)  # type: ignore[arg-type]
-            x = regions.after(block, x, attend(index, q, k, v))  # type: ignore[arg-type]
+            q, k, v = block.before(x, turn)  # type: ignore[operator]
+            x = block.after(x, attend(index, q, k, v))  # type: ignore[operator]
         return self.norm(x)
 
     def logits(self, features: Tensor) -> Tensor:

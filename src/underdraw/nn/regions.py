@@ -1,0 +1,71 @@
+"""A decoder over a cache, in regions that reach from one attention to the next.
+
+A region holds what follows the attention of one block, what comes before that of the next, and the writing of the new
+keys and values. Compiled, that is a few kernels around the matrix products. As it is, it is what `Transformer.forward`
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+
+from underdraw.nn.rope import factors
+from underdraw.nn.transformer import Block, Transformer
+
+
+def enter(block: Block, x: Tensor, turn: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+    """Write a block's keys and values to `slots` (R, N, G) of flat caches (R * G * L, D); its queries (R, N, H, D)."""
+    q, k, v = block.before(x, turn)
+    keys.index_put_((slots,), k)
+    values.index_put_((slots,), v)
+    return q
+
+
+def between(
+    block: Block, after: Block, x: Tensor, attended: Tensor, turn: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """From one block's attention to that of the block after it, whose caches these are: its input and its queries."""
+    x = block.after(x, attended)
+    return x, enter(after, x, turn, keys, values, slots)
+
+
+def leave(block: Block, x: Tensor, attended: Tensor) -> Tensor:
+    """What follows the last attention."""
+    return block.after(x, attended)
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """The regions as functions: as they are written, or compiled once for all layers."""
+
+    enter: Callable[..., Tensor] = enter
+    between: Callable[..., tuple[Tensor, Tensor]] = between
+    leave: Callable[[Block, Tensor, Tensor], Tensor] = leave
+
+
+PLAIN = Regions()
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """Where each layer's new keys and values go, and how a layer attends: (layer, q (R, N, H, D)) -> (R, N, H * D)."""
+
+    keys: Sequence[Tensor]  # a layer (R * G * L, D)
+    values: Sequence[Tensor]
+    slots: Tensor  # (R, N, G)
+    attend: Callable[[int, Tensor], Tensor]
+
+
+def through(net: Transformer, x: Tensor, rotation: Tensor, caches: Caches, regions: Regions = PLAIN) -> Tensor:
+    """Embeddings (R, N, dim) and rotation (R, N, 2, width / 2) to features (R, N, dim): what the head reads."""
+    turn = factors(rotation, net.arch.rope.pairing, x.dtype)
+    blocks: list[Block] = list(net.blocks)  # type: ignore[arg-type]
+    q = regions.enter(blocks[0], x, turn, caches.keys[0], caches.values[0], caches.slots)
+    for layer, (block, after) in enumerate(pairwise(blocks)):
+        places = caches.keys[layer + 1], caches.values[layer + 1], caches.slots
+        x, q = regions.between(block, after, x, caches.attend(layer, q), turn, *places)
+    return net.norm(regions.leave(blocks[-1], x, caches.attend(len(blocks) - 1, q)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,9 +29,14 @@ PIXELS = 2 * SIDE
 TOKENS = SIDE**2 - 1  # that passes draw; the first one comes with the prompt
 
 
-def write(folder: Path, *, side: int = SIDE, drafter: bool = True) -> Path:
+WORDS = (" fox", " red", " blue", " ghost", " render", " purple", " background")
+
+
+def write(
+    folder: Path, *, side: int = SIDE, drafter: bool = True, words: Sequence[str] = WORDS, length: int = 24
+) -> Path:
     """Write the model; the same bytes every time."""
-    text = TextTokenizer([], [" fox", " red", " blue", " ghost", " render", " purple", " background"], max_length=24)
+    text = TextTokenizer([], list(words), max_length=length)
     layout = Layout(side, side, range(text.size, text.size + IMAGES.codes))
     net = Transformer(tiny_arch(text.size, IMAGES.codes, dim=64, layers=1))
     toy.randomise(net, 3, head=2.0)

@@ -24,6 +24,8 @@ COMMANDS = {
     "bench engine": "underdraw.cli.engine",
     "plot": "underdraw.cli.plot",
     "evaluate": "underdraw.cli.evaluate",
+    "evaluate subjects": "underdraw.cli.subjects",
+    "evaluate statistics": "underdraw.cli.statistics",
     "models": "underdraw.cli.models",
     "train": "underdraw.cli.train",
     "env": "underdraw.cli.env",

@@ -143,7 +143,7 @@ def bench(
     texts = load_prompts(prompts, data)
     own = drafter[0] if named is not None and drafter else "auto"
     pipe = Parts(model, own, "auto", "exact", device, dtype).load(quiet=json or quiet)
-    if named is not None and own == "auto" and not pipe.model.drafters:
+    if named is not None and wanted.drafter == "trained" and own == "auto" and not pipe.model.drafters:
         raise ConfigError(
             f"{pipe.model.name} has no drafter of its own, which {named} is about; name one with --drafter FOLDER, or "
             "--drafter neighbour, which needs no weights."

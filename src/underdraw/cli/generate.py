@@ -82,6 +82,13 @@ Trace = Annotated[
         help="Also write the trees and what was accepted of them, for: underdraw bench engine --replay.",
     ),
 ]  # fmt: skip
+Sheet = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="JPG|PNG", rich_help_panel=options.OUTPUT,
+        help="Also write small copies of all pictures of the folder on one sheet, with their prompts.",
+    ),
+]  # fmt: skip
 Compare = Annotated[
     bool,
     typer.Option(
@@ -128,6 +135,7 @@ def generate(
     compare_image: CompareImage = None,
     heatmap: Heatmap = None,
     trace: Trace = None,
+    sheet: Sheet = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -135,7 +143,7 @@ def generate(
     task = Task(
         prompts=texts(prompt, prompts, data, limit), listed=prompts is not None, n=n, seed=seed, out=out,
         heatmap=heatmap, trace=trace, compare=compare or compare_image is not None, compare_image=compare_image,
-        batch=batch, overlong=overlong, force=force, json=json, quiet=quiet,
+        batch=batch, overlong=overlong, force=force, json=json, quiet=quiet, sheet=sheet,
     )  # fmt: skip
     task.check()
     sampling = Sampling(guidance, temperature, top_k, top_p, negative, height, width)

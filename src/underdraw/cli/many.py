@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from underdraw.cli.manifest import Manifest
@@ -17,6 +18,8 @@ from underdraw.errors import ConfigError
 if TYPE_CHECKING:
     from underdraw.job import Job
     from underdraw.pipeline import Pipeline
+
+SHEET_WIDTH = 144  # pixels of a picture on a sheet
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ def draw_many(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
         )
         raise
     rows = [manifest.rows[item.index] for item in items]
+    if task.sheet is not None:
+        _sheet(manifest, rows, task.sheet)
     record = {"out": str(task.out), "seed": seed, **_totals(rows), "drawn": len(todo), "skipped": skipped}
     left = f", {skipped} prompts skipped" if skipped else ""
     line = f"{task.out}: {len(rows)} pictures ({len(todo)} new{left}), {sentence(record)}; seed {seed}"
@@ -120,6 +125,18 @@ def _draw(run: Run, items: list[Item], advance: Callback) -> None:
         row = {"index": item.index, "file": item.file, "prompt": item.prompt, "seed": item.seed}
         codes = pack(history.layout.grid(history.tokens))
         manifest.append({**row, **figures(Stats.of([history], share)), **comparison, "codes": codes})
+
+
+def _sheet(manifest: Manifest, rows: list[dict[str, Any]], path: Path) -> None:
+    """Small copies of the pictures of a folder, with their prompts."""
+    import torch
+
+    from underdraw.evaluation.folders import pixels
+    from underdraw.training.sheet import contact_sheet
+
+    pictures = [torch.from_numpy(pixels(manifest.folder / row["file"]).copy()).permute(2, 0, 1) for row in rows]
+    prompts = [row["prompt"] for row in rows]
+    contact_sheet(torch.stack(pictures) / 127.5 - 1, path, captions=prompts, caption_lines=5, width=SHEET_WIDTH)
 
 
 def _totals(rows: list[dict[str, Any]]) -> dict[str, Any]:

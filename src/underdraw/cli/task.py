@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from underdraw.pipeline import Pipeline
 
 MAX_BATCH, MAX_PICTURES = 256, 10**6
+SHEETS = (".jpg", ".jpeg", ".png")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Task:
     json: bool
     quiet: bool
     trace: Path | None = None
+    sheet: Path | None = None
 
     @property
     def many(self) -> bool:
@@ -124,12 +126,18 @@ class Task:
             raise ConfigError("several pictures need a folder; name it with --out FOLDER.")
         if self.out.suffix.lower() == ".png" or (self.out.exists() and not self.out.is_dir()):
             raise ConfigError(f"several pictures need a folder and {self.out} is a file; name a folder with --out.")
+        if self.sheet is not None:
+            if self.sheet.suffix.lower() not in SHEETS:
+                raise ConfigError(f"{self.sheet} does not end in one of {', '.join(SHEETS)}; sheets are such files.")
+            check_file(self.sheet)
         above = next(folder for folder in (self.out, *self.out.absolute().parents) if folder.exists())
         if not above.is_dir():
             raise ConfigError(f"{self.out} cannot be made: {above} is a file; choose another folder.")
         check_writable(above, self.out)
 
     def _check_files(self) -> None:
+        if self.sheet is not None:
+            raise ConfigError("--sheet shows a folder of pictures; draw several, with --prompts FILE or --n.")
         given = [path for path in (self.out, self.heatmap, self.compare_image) if path is not None]
         if len({path.resolve() for path in given}) < len(given):
             raise ConfigError(f"{given[-1]} is asked for twice; give every output a name of its own.")
@@ -157,6 +165,15 @@ def check_output(path: Path, force: bool) -> None:
         raise ConfigError(f"{path} is a folder; give a file name.")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; give another name, or --force to replace it.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}; make it first.")
+    check_writable(path.parent, path)
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that cannot be written, or replaced."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give a file name.")
     if not path.parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}; make it first.")
     check_writable(path.parent, path)

@@ -84,13 +84,18 @@ class LevelSession(LastingDraft):
     @torch.no_grad()
     def draft(self, request: Request) -> DraftTree:
         request = self.fit(request)
+        return grow(
+            self.start(request), request.root, request.plan, request.draws,
+            proposal=request.proposal, calibration=self.calibration, limits=request.limits,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def start(self, request: Request) -> Expand:
+        """Take up the root of a request that fits; what answers the levels of its tree."""
         self.roots = request.steps
         self.known.scatter_(1, request.steps[:, None], request.root[:, None])
         self.follow(request)
-        return grow(
-            self.expander(request), request.root, request.plan, request.draws,
-            proposal=request.proposal, calibration=self.calibration, limits=request.limits,
-        )  # fmt: skip
+        return self.expander(request)
 
     def fit(self, request: Request) -> Request:
         """The request as far as this drafter can serve it."""

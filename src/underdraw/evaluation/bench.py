@@ -146,7 +146,7 @@ class Bench:
         """What passes cost here with each drafter that grows trees: what the cost model predicts times from."""
         found = {}
         for name in dict.fromkeys(method.drafter for method in self.plan.methods):
-            if parse(name).name in drafters.names():
+            if parse(self.pipes[name].drafter_name).name in drafters.names():
                 continue  # its guesses are all there at once, so trees are chains
             method = next(method for method in self.plan.methods if method.drafter == name)
             pipe, job = self.pipes[name], self._job(method, Key(PLAIN, self.plan.temperatures[-1], 0, 0))

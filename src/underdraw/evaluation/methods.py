@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from underdraw.errors import ConfigError
 
@@ -35,6 +36,7 @@ class Preset:
     methods: tuple[Method, ...]
     temperatures: tuple[float, ...] = (0.0, 1.0)
     prompts: int | None = None  # how many are enough; None is all that are given
+    drafter: Literal["trained", "any"] = "trained"  # "any": what a model without a drafter falls back to will do
 
 
 AR = Method(PLAIN, tree="none", drafter="forced", about="plain autoregression, one token a pass")

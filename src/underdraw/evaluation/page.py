@@ -1,6 +1,7 @@
-"""Tables and figures in a Markdown page, made from the summaries of runs that the page names. Knows no model.
+"""Tables and figures in a Markdown page, made from the results that the page names. Knows no model.
 
-Everything between `<!-- results: FOLDER -->` and `<!-- end -->` is replaced; FOLDER is relative to the page.
+Everything between `<!-- results: NAME -->` and `<!-- end -->` is replaced; NAME is the folder of a benchmark or the
+JSON file of another result, relative to the page.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from underdraw.errors import ConfigError
+from underdraw.evaluation import records
 from underdraw.evaluation.figures import TITLES
 from underdraw.evaluation.report import FIGURES
 from underdraw.evaluation.store import read_json
@@ -23,10 +25,10 @@ BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.S)
 def renew(page: Path) -> bool:
     """Make the page's blocks anew; True if that changed it."""
     if not page.is_file():
-        raise ConfigError(f"{page} does not exist; give a Markdown page with markers <!-- results: FOLDER -->.")
+        raise ConfigError(f"{page} does not exist; give a Markdown page with markers <!-- results: NAME -->.")
     before = page.read_text(encoding="utf-8")
     if not BLOCK.search(before):
-        raise ConfigError(f"{page} has no block between <!-- results: FOLDER --> and <!-- end -->; add one.")
+        raise ConfigError(f"{page} has no block between <!-- results: NAME --> and <!-- end -->; add one.")
     after = BLOCK.sub(lambda found: found[1] + block(page.parent, found[2]) + found[3], before)
     if after != before:
         with replacing(page) as file:
@@ -35,10 +37,13 @@ def renew(page: Path) -> bool:
 
 
 def block(base: Path, name: str) -> str:
-    """What a page says of the results in a folder."""
+    """What a page says of the results in a folder or a file."""
     folder = base / name
-    if not (folder / SUMMARY).is_file():
+    result = folder if folder.suffix == ".json" else folder / SUMMARY
+    if not result.is_file():
         return f"There are no results in `{Path(name).name}` yet; the command above makes them.\n"
+    if result == folder:
+        return f"\n{records.block(folder)}\n\n"
     summary = read_json(folder / SUMMARY)
     parts = [_facts(summary), markdown(HEAD, lines(summary)), LEGEND]
     parts += [" ".join(same_depth(summary))] if same_depth(summary) else []

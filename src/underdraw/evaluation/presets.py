@@ -12,6 +12,7 @@ from underdraw.evaluation.methods import Method, Preset
 LANTERN, LANTERN_PLUS = "lantern:delta=0.5,k=100", "lantern:delta=1,ratio=2,k=10"
 WINDOW = 24  # tokens that Jacobi methods guess ahead: what pays for the embedded model on a CPU
 DEPTHS = (3, 4, 5, 6, 8)
+DEFAULT = "default"  # the name of the tree that is chosen where nobody chooses
 
 MAIN = Preset(
     "paper-main",
@@ -123,7 +124,18 @@ DELTA = Preset(
     prompts=32,
 )
 
-PRESETS = {preset.name: preset for preset in (MAIN, INIT, BUDGET, SENSITIVITY, HELPS, DELTA)}
+TARGETS = Preset(
+    "targets",
+    "How fast are the defaults beside plain autoregression, and do all trees give its very pixels?",
+    (
+        Method(DEFAULT, "auto", about="what a user gets who chooses nothing"),
+        *(Method(tree, tree) for tree in ("chain", "static", "confidence", "adjacency")),
+    ),
+    prompts=12,
+    drafter="any",
+)
+
+PRESETS = {preset.name: preset for preset in (MAIN, INIT, BUDGET, SENSITIVITY, HELPS, DELTA, TARGETS)}
 
 
 def preset(name: str) -> Preset:

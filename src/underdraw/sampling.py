@@ -131,8 +131,8 @@ class Sampler:
         return Draws(self, steps, noise.contiguous())
 
     def random_tokens(self, steps: Tensor) -> Tensor:
-        """A uniform random code for each image, as a token: (B,) steps -> (B,)."""
-        code = _uniform(self.seeds, steps[:, None], 1, "draft")[:, 0, 0] * len(self.layout.codes)
+        """A uniform random code for each step of each image, as a token: (B, S) steps -> (B, S)."""
+        code = _uniform(self.seeds, steps, 1, "draft")[..., 0] * len(self.layout.codes)
         return self.layout.tokens(code.long())
 
     def filtered(self, logits: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Sampler:
             return logits
         scaled = logits if self.temperature == 1 else logits * (1 / self.temperature)
         if self.top_k:
-            kth = scaled.topk(self.top_k, dim=-1).values[..., -1:]
+            kth = scaled.topk(self.top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
             scaled = scaled.masked_fill(scaled < kth, -torch.inf)
         if self.top_p < 1:
             ordered, order = scaled.sort(dim=-1, descending=True)

@@ -71,13 +71,15 @@ class JacobiSession(LastingDraft):
         self.steps, self.proposal = request.steps, request.proposal
         self.guess.scatter_(1, request.steps[:, None], request.root[:, None])
         depth = min(request.plan.depth, self.drafter.window)
-        tokens = [request.root]
-        for ahead in range(1, depth + 1):
-            steps = request.steps + ahead
-            kept = self.guess.gather(1, steps[:, None])[:, 0]
-            tokens.append(torch.where(kept >= 0, kept, self._initial(request, steps, tokens[-1])))
+        order = torch.arange(depth + 1, device=request.root.device)
+        steps = request.steps[:, None] + order[1:]  # (B, depth)
+        kept = self.guess.gather(1, steps)
+        guesses = torch.where(kept >= 0, kept, self._initial(request, steps))
+        tokens = torch.cat([request.root[:, None], guesses], dim=1)
+        last = torch.where(tokens >= 0, order, 0).cummax(1).values  # (B, depth + 1) the last place that has a token
+        tokens = tokens.gather(1, last)
         room = request.limits.depth if request.limits is not None else None
-        tree = chain(torch.stack(tokens, dim=1), room)
+        tree = chain(tokens, room)
         return replace(tree, q=self._chances(tree)) if request.proposal == "sampled" else tree
 
     def _chances(self, tree: DraftTree) -> Tensor:
@@ -93,19 +95,20 @@ class JacobiSession(LastingDraft):
         laws = self.drawn.laws.gather(1, inside[..., None].expand(-1, -1, self.layout.columns))
         return torch.where(valid[..., None], laws, picked)
 
-    def _initial(self, request: Request, steps: Tensor, left: Tensor) -> Tensor:
+    def _initial(self, request: Request, steps: Tensor) -> Tensor:
+        """Where the steps (B, D) start from: tokens, -1 for the one to the left, whatever that will be."""
         layout, init = self.layout, self.drafter.init
         if init == "random":
-            token = request.draws.sampler.random_tokens(steps)
+            tokens = request.draws.sampler.random_tokens(steps)
         else:
-            token = torch.where(layout.forced(steps - 1), request.root, left)  # no row end stands in for a code
-            if init == "above":
-                place, inside = layout.neighbour(steps, -1, 0)
-                above = self.guess.gather(1, place.clamp(min=0)[:, None])[:, 0]
-                token = torch.where(inside & (above >= 0), above, token)
+            tokens = torch.where(layout.forced(steps - 1), request.root[:, None], -1)  # no row end stands in for a code
+        if init == "above":
+            place, inside = layout.neighbour(steps, -1, 0)
+            above = self.guess.gather(1, place.clamp(min=0))
+            tokens = torch.where(inside & (above >= 0), above, tokens)
         if layout.row_end is None:
-            return token
-        return torch.where(layout.forced(steps), layout.row_end, token)
+            return tokens
+        return torch.where(layout.forced(steps), layout.row_end, tokens)
 
     def commit(self, outcome: Outcome) -> None:
         """Keep what the target chose at each node of the chain as the guess for the step after it."""

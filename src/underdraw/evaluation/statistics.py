@@ -159,7 +159,7 @@ def _loss(model: Model, pack: Pack, split: Split, count: int, seed: int) -> dict
         steps = torch.arange(layout.start, layout.stop, device=device)
         steps = steps[~layout.forced(steps)].expand(len(codes), -1)
         for name, guidance in (("loss", 1.0), ("without_caption", 0.0)):
-            logits = lesson.logits(model.target.net, steps, guidance)
+            logits = lesson.logits(model.target.net, steps, torch.tensor(guidance, device=device))
             found = F.cross_entropy(logits.float().flatten(0, 1), codes.flatten(), reduction="sum")
             total[name] += float(found) / steps.shape[1]
     return {"pictures": count, **{name: _rounded(value / count) for name, value in total.items()}}

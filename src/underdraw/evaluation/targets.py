@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from underdraw.errors import ConfigError
 from underdraw.evaluation.methods import PLAIN
 from underdraw.evaluation.presets import DEFAULT
 from underdraw.evaluation.records import head, table, told
@@ -26,7 +25,6 @@ from underdraw.prompts import load_prompts
 from underdraw.training.command import run
 
 RESULT = "targets.json"
-UNDERDRAW = (sys.executable, "-m", "underdraw")
 TOKENS, SPEED = {1.0: 3.5, 0.0: 6.0}, {1.0: 1.5, 0.0: 2.5}  # by temperature
 SECONDS = 15.0  # from the prompt to the saved picture
 
@@ -64,13 +62,16 @@ def first_pictures(prompts: Sequence[str], more: Sequence[str]) -> list[float]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for place, text in enumerate(prompts):
-            command = [*UNDERDRAW, "generate", text, "-o", f"{folder}/{place}.png", "--seed"]
             began = time.perf_counter()
-            done = subprocess.run([*command, str(place), "--quiet", *more], capture_output=True, text=True)
+            underdraw(["generate", text, "-o", f"{folder}/{place}.png", "--seed", str(place), "--quiet", *more])
             found.append(round(time.perf_counter() - began, 3))
-            if done.returncode:
-                raise ConfigError(f"underdraw generate failed: {done.stderr.strip()}")
     return found
+
+
+def underdraw(words: Sequence[str]) -> None:
+    """A command in a process of its own; if it fails it has said why."""
+    if code := subprocess.run([sys.executable, "-m", "underdraw", *words]).returncode:
+        raise SystemExit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -86,9 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     parts = ["--model", options.model, "--drafter", options.drafter]
     which = ["--prompts", options.prompts, "--limit", str(options.limit), "--repeats", str(options.repeats)]
-    bench = [*UNDERDRAW, "bench", "--preset", "targets", *which, *parts, "--out", str(options.out)]
-    if code := subprocess.run(bench).returncode:
-        raise SystemExit(code)
+    underdraw(["bench", "--preset", "targets", *which, *parts, "--out", str(options.out)])
     summary = read_summary(options.out)
     seconds = first_pictures(load_prompts(options.prompts)[: options.pictures], parts)
     found = {

@@ -25,6 +25,12 @@ POLICIES = (
 )
 LAYOUTS = {"plain": toy.PLAIN, "row-ends": toy.ROW_ENDS}
 BATCHES = {"one": (5,), "four": (7, 8, 9, 10)}
+# Every drafter with every policy; layouts and batches are dealt out so that each drafter and policy meets all of them.
+CASES = [
+    (name, policy, list(BATCHES)[(one + other) % 2], list(LAYOUTS)[(one + other // 2) % 2])
+    for one, name in enumerate(DRAFTERS)
+    for other, policy in enumerate(POLICIES)
+]
 
 
 def drafter(name: str, of: DecoderTarget) -> Any:

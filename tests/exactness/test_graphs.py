@@ -35,15 +35,7 @@ def graphs(**options: Any) -> Graphs:
     return Graphs(record=Tape, quantum=64, **options)
 
 
-# Every drafter with every policy; layouts and batches are dealt out so that each drafter and policy meets all of them.
-CASES = [
-    (name, policy, list(captured.BATCHES)[(one + other) % 2], list(captured.LAYOUTS)[(one + other // 2) % 2])
-    for one, name in enumerate(captured.DRAFTERS)
-    for other, policy in enumerate(captured.POLICIES)
-]
-
-
-@pytest.mark.parametrize(("name", "policy", "batch", "layout"), CASES)
+@pytest.mark.parametrize(("name", "policy", "batch", "layout"), captured.CASES)
 def test_captured_equals_plain(name: str, policy: str, batch: str, layout: str) -> None:
     captured.check(
         toy.target(), graphs(), name, policy, layout=captured.LAYOUTS[layout], seeds=captured.BATCHES[batch],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import attending
 import captured
 import pytest
 import torch
@@ -22,24 +23,34 @@ from underdraw.verifiers.exact import Exact
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("layout", captured.LAYOUTS)
-@pytest.mark.parametrize("batch", captured.BATCHES)
-@pytest.mark.parametrize("name", captured.DRAFTERS)
-def test_graphs_equal_plain(name: str, batch: str, layout: str) -> None:
-    """All policies; the plain pictures are drawn without graphs."""
-    of = toy.target(device="cuda")
-    for policy in captured.POLICIES:
-        captured.check(
-            of, Graphs(quantum=64), name, policy, layout=captured.LAYOUTS[layout], seeds=captured.BATCHES[batch],
-            guidance=2.0,
-        )  # fmt: skip
+@pytest.mark.parametrize(("name", "policy", "batch", "layout"), captured.CASES)
+def test_graphs_equal_plain(name: str, policy: str, batch: str, layout: str) -> None:
+    """The plain pictures are drawn without graphs."""
+    captured.check(
+        toy.target(device="cuda"), Graphs(quantum=64), name, policy, layout=captured.LAYOUTS[layout],
+        seeds=captured.BATCHES[batch], guidance=2.0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("smallest", SIZES)
-@pytest.mark.parametrize("kernel", ["fused", "products"])
+@pytest.mark.parametrize("kernel", ["fused", "products", "split"])
 def test_every_bucket(smallest: int, kernel: Kernel) -> None:
-    graphs = Graphs(smallest=smallest, kernel=kernel)
-    captured.check(toy.target(device="cuda"), graphs, "forced", "none", seeds=(3,), guidance=2.0)
+    of = toy.target(architecture=toy.arch(dim=64), device="cuda")  # heads as wide as a matrix unit needs them
+    captured.check(of, Graphs(smallest=smallest, kernel=kernel), "forced", "none", seeds=(3,), guidance=2.0)
+
+
+def test_eight_pictures_at_once() -> None:
+    captured.check(
+        toy.target(device="cuda"), Graphs(), "eagle-above", "adjacency:nodes=24", seeds=tuple(range(8)), guidance=2.0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_split_attention_is_attention(dtype: torch.dtype) -> None:
+    from underdraw.nn.split import attend_split
+
+    for case in attending.CASES:
+        attending.check(case, attend_split, torch.device("cuda"), dtype, 1e-4 if dtype == torch.float32 else 3e-2)
 
 
 @pytest.mark.parametrize("options", [{"kv_heads": 2}, {"qk_norm": "layer", "qk_norm_heads": "per_head"}], ids=str)

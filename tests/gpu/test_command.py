@@ -1,0 +1,27 @@
+"""`underdraw generate` on a GPU: passes compiled, captured and as they are draw pictures, and say what it took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+from commands import call  # the command line needs typer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("compile", ["on", "capture", "off"])
+def test_generate(compile: str, small_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "fox.png"
+    words = ("-m", small_model, "-o", out, "--seed", 7, "--compile", compile, "--tree", "chain:depth=3", "--json")
+    record = call("generate", "a red fox", *words, "--compare").record
+    assert out.exists() and record["settings"]["dtype"] == "bfloat16"
+    assert record["peak_device_bytes"] >= record["load"]["peak_device_bytes"] >= record["load"]["weight_bytes"] > 0
+
+
+def test_auto_measures_what_passes_cost(small_model: Path, tmp_path: Path) -> None:
+    record = call("generate", "a red fox", "-m", small_model, "-o", tmp_path / "a.png", "--json").record
+    assert record["tokens"] > 0

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from underdraw.errors import UnsupportedError
 
 _LINE = 11
-QUALITY = 85  # of JPEG files
+QUALITY = 80  # of JPEG files
 
 
 def contact_sheet(

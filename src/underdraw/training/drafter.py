@@ -2,8 +2,8 @@
 
 The target's features and guided distributions are what it learns, several tokens ahead (`unroll`). Samples come from
 the target itself or from encoded pictures (`samples`); the tiny family can also compose pictures on the fly. The
-folder that it writes is a drafter that pipelines load, with its card, and the checkpoint that the same command goes
-on from.
+folder that it writes is a drafter that pipelines load, with its card, and what the same command goes on from: exactly,
+or, where only the weights are left, with fresh moments.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from underdraw.drafters.storage import SHARED, build, save_drafter
 from underdraw.models.checkpoint import open_checkpoint
 from underdraw.models.family import Model
 from underdraw.nn.linear import input_major
+from underdraw.nn.storage import load_weights
 from underdraw.pipeline import Pipeline, family_of, placement
 from underdraw.training.checkpoint import load_state, save_state
 from underdraw.training.command import run, trainer_parser
@@ -198,7 +199,8 @@ class Trainer:
         net = net.to(place.device, place.dtype).eval()
         for parameter in own_parameters(net).values():
             parameter.requires_grad_(False)
-        input_major(net)
+        if place.device.type == "cpu":
+            input_major(net)
         return net
 
     def drafter(self) -> Eagle | Block:
@@ -260,6 +262,14 @@ class Trainer:
             optimizer.load_state_dict(own)
         self._generator.set_state(state["generator"])
         self.steps, self.seconds = state["steps"], state["seconds"]
+
+    def begin(self, weights: dict[str, Tensor], seconds: float) -> None:
+        """Go on from weights alone, trained for so many seconds, with fresh moments behind a short warm-up."""
+        with torch.no_grad():
+            for own in (own_parameters(self.net), self.average):
+                for name, value in own.items():
+                    value.copy_(weights[name])
+        self.seconds = seconds
 
 
 def _table(ranks: Tensor) -> tuple[tuple[float, ...], ...]:
@@ -408,7 +418,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     state = load_state(options.out)
     if state is not None:
         trainer.restore(state)
-        log.info("continuing %s at step %d, %.0f s", options.out, trainer.steps, trainer.seconds)
+    elif (options.out / "model-0.safetensors").exists():
+        weights, about = load_weights(options.out)
+        trainer.begin(weights, about["progress"]["seconds"])
+    if trainer.seconds:
+        log.info("continuing %s at %.0f s", options.out, trainer.seconds)
     log.info("%.1f M parameters", sum(value.numel() for value in trainer.average.values()) / 1e6)
     quality = train(trainer, draw, held_out, options.out)
     if devices.main:

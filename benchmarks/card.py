@@ -2,7 +2,8 @@
 
     python benchmarks/card.py --pack pack192.bin [--drafter FOLDER] [--only sheet subjects ...]
 
-Parts that draw can be left out or run apart with --only; times (`targets`) want a machine that does nothing else.
+In the root of the repository. Parts can be run apart with --only; the pages are written anew each time. Times
+(`targets`) want a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results/tiny"
 PROMPTS = "benchmarks/prompts64.txt"
 PAGES = ("src/underdraw/assets/tiny/README.md", "docs/lab.md", "docs/experiments.md")
@@ -47,15 +47,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="pictures drawn together")
     parser.add_argument("--only", nargs="*", metavar="PART", help="prompts, sheet, statistics, subjects, targets, ...")
     options = parser.parse_args()
-    pack, pictures = options.pack.resolve(), options.pictures.resolve()
-    drafter = str(Path(options.drafter).resolve()) if Path(options.drafter).is_dir() else options.drafter
-    pictures.mkdir(parents=True, exist_ok=True)
-    (ROOT / RESULTS).mkdir(parents=True, exist_ok=True)
-    for name, words in commands(pack, drafter, pictures, options.batch).items():
+    if not Path(PROMPTS).is_file():
+        raise SystemExit("error: run this in the root of the repository, where benchmarks and docs are.")
+    parts = commands(options.pack, options.drafter, options.pictures, options.batch)
+    if unknown := set(options.only or ()) - set(parts):
+        raise SystemExit(f"error: there is no part {unknown.pop()!r}; use {', '.join(parts)}.")
+    options.pictures.mkdir(parents=True, exist_ok=True)
+    Path(RESULTS).mkdir(parents=True, exist_ok=True)
+    for name, words in parts.items():
         if options.only and name not in options.only and name not in PAGES:
             continue
         print(f"+ {shlex.join(words)}", flush=True)
-        if code := subprocess.run([sys.executable, "-m", *words], cwd=ROOT).returncode:
+        if code := subprocess.run([sys.executable, "-m", *words]).returncode:
             raise SystemExit(code)
 
 

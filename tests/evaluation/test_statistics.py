@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import small
 import sprites
+import torch
 from commands import call
 
 from underdraw import Pipeline
@@ -19,6 +20,8 @@ from underdraw.evaluation.statistics import between_passes, by_depth, correlatio
 from underdraw.history import History, Law, Step
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
+from underdraw.training.compose import Composer, Painter, Recipe
+from underdraw.training.model import Scorer
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = Layout(3, 4, range(100, 164))
@@ -112,8 +115,15 @@ def test_the_command(mini: Path, prompts: Path, tmp_path: Path) -> None:
 def test_losses_of_a_random_model(tmp_path: Path) -> None:
     """It knows nothing, so captions and subjects make little difference, and a code costs about what guessing does."""
     pack = sprites.write(tmp_path / "pack.bin")
-    model = Pipeline.from_pretrained(small.write(tmp_path / "model", side=32, drafter=False, length=64)).model
+    model = Pipeline.from_pretrained(small.write(tmp_path / "model", side=32, drafter=False, length=99)).model
     found = losses(model, pack, 3)
+    scenes = Composer(pack, "train", Recipe(), 2).draw(3, np.random.default_rng(1))
+    texts = Composer(pack, "train", Recipe(), 2).captions(scenes)
+    codes = model.images.encode(Painter(pack, "cpu", cell=2).paint(scenes)).flatten(1)
+    with torch.no_grad():  # as training measures it
+        ids = torch.tensor([model.prompt(text, None, model.sizes[0]).condition for text in texts])
+        scored = Scorer(model.target.net, model.layout(model.sizes[0]), ids.shape[1])(ids, codes)
+    assert found["train"]["loss"] == pytest.approx(float(scored.mean()), abs=2e-3)
     for split in ("train", "held-out"):
         assert found[split]["pictures"] == 3
         assert found[split]["loss"] == pytest.approx(found[split]["without_caption"], rel=0.1)

@@ -101,7 +101,8 @@ def test_expected_showings_are_those_of_the_composer(pack: Pack) -> None:
 def test_what_was_never_shown_is_new(pack: Pack, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["a t1, 3D render", "a t7, flat emoji", "a blue t1, 3D render", "a t1 on the left and a t3 on the right"]
     (tmp_path / "prompts.txt").write_text("\n".join(texts))
-    combinations.main(["--pack", str(pack.path), "--prompts", str(tmp_path / "prompts.txt"), "--pictures", "100"])
+    combinations.main(["--pack", str(pack.path), "--prompts", str(tmp_path / "prompts.txt"), "--pictures", "100",
+                       "--captions", "20000"])  # fmt: skip
     said = capsys.readouterr().out
     assert said.splitlines()[2].endswith("|  |") and said.count("| new |") == 3 and "3 of 4 prompts" in said
 

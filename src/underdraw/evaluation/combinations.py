@@ -105,9 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pack", type=Path, required=True, help="training pack")
     parser.add_argument("--prompts", default="benchmarks/prompts64.txt", help="text file, one prompt a line")
     parser.add_argument("--pictures", type=int, default=PICTURES, help="pictures of the training run")
+    parser.add_argument("--captions", type=int, default=COUNTED, help="captions that shares are counted in")
     options = parser.parse_args(arguments)
     prompts = load_prompts(options.prompts)
-    shares = Shares(Composer(Pack(options.pack)))
+    shares = Shares(Composer(Pack(options.pack)), options.captions)
     expected = [shares.expected(read(prompt), options.pictures) for prompt in prompts]
     print(markdown(("prompt", "expected pictures", ""), [_row(*pair) for pair in zip(prompts, expected, strict=True)]))
     new = sum(value < NEW for value in expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,11 +33,8 @@ class Rope:
 
     def angles(self, places: Tensor) -> Tensor:
         """(..., 3) float places on the three axes -> (..., sum(axes)) angles, float32."""
-        parts = []
-        for axis, count in enumerate(self.axes):
-            rate = self.theta ** (-torch.arange(count, device=places.device, dtype=torch.float32) / max(count, 1))
-            parts.append(places[..., axis, None] * rate)
-        return torch.cat(parts, dim=-1)
+        axes, rates = _rates(self, places.device)
+        return places[..., axes] * rates
 
     def prompt(self, count: int, device: torch.device) -> Tensor:
         """Rotation of prompt places 0..count-1: (count, 2, half), cosine and sine."""
@@ -57,6 +55,14 @@ class Rope:
             raise ConfigError(
                 f"rope axes {self.axes} hold {sum(self.axes)} angles; heads of width {head_dim} need {head_dim // 2}."
             )
+
+
+@functools.lru_cache(maxsize=64)
+def _rates(rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The axis of each angle, and how fast it turns: (sum(axes),) each."""
+    counts = [torch.arange(count, device=device, dtype=torch.float32) / max(count, 1) for count in rope.axes]
+    axes = torch.arange(3, device=device).repeat_interleave(torch.tensor(rope.axes, device=device))
+    return axes, rope.theta ** -torch.cat(counts)
 
 
 def factors(rotation: Tensor, pairing: str, dtype: torch.dtype) -> Tensor:

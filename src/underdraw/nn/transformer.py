@@ -61,6 +61,12 @@ class Arch:
         return self.kv_heads or self.heads
 
 
+def unit(x: Tensor, eps: float) -> Tensor:
+    """x over its root mean square along the last dimension, computed in float32. F.rms_norm takes twice as long."""
+    wide = x.float()
+    return (wide * (wide * wide).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).rsqrt_()).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32 and rounded before the weight is applied."""
 
@@ -70,7 +76,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight.to(x.dtype)
+        return unit(x, self.eps) * self.weight.to(x.dtype)
 
 
 class HeadNorm(nn.Module):
@@ -115,8 +121,8 @@ class Block(nn.Module):
 
     def _head_norm(self, x: Tensor, q: HeadNorm, k: HeadNorm) -> Tensor:
         """Norm over the width of queries and keys x (R, N, H + G, D), rounded before the affines are applied."""
-        norm = F.layer_norm if self.arch.qk_norm == "layer" else F.rms_norm
-        x = norm(x, x.shape[-1:], eps=1e-5) * self._for_each(q.weight, k.weight).to(x.dtype)
+        x = F.layer_norm(x, x.shape[-1:], eps=1e-5) if self.arch.qk_norm == "layer" else unit(x, 1e-5)
+        x = x * self._for_each(q.weight, k.weight).to(x.dtype)
         return x if q.bias is None or k.bias is None else x + self._for_each(q.bias, k.bias).to(x.dtype)
 
     def _for_each(self, q: Tensor, k: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -28,10 +28,7 @@ from underdraw.training.compose import COLOURS, PALETTE, Painter, Scenes, Sizes,
 from underdraw.training.data import Pack, caption, is_held_out, pair_caption
 
 Set = Literal["training", "held-out", "new style", "new pair"]
-SETS: dict[Set, str] = {
-    "training": "training subjects", "held-out": "held-out subjects",
-    "new style": "subjects in a style that has no picture of them", "new pair": "pairs that training never showed",
-}  # fmt: skip
+SETS: tuple[Set, ...] = get_args(Set)
 ANIMATED = "fluent-3d-anim"  # looks as the 3D renders do; nobody asks for it
 LEAST = 8  # candidates below which a rank says nothing
 T = TypeVar("T")

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of the check."""
     parser = argparse.ArgumentParser(prog="python -m underdraw.evaluation.targets", description=__doc__.split(":")[0])
     parser.add_argument("--prompts", default="benchmarks/prompts64.txt", help="text file, one prompt a line")
-    parser.add_argument("--limit", type=int, default=12, help="prompts of the bench")
+    parser.add_argument("--limit", type=int, default=8, help="prompts of the bench")
     parser.add_argument("--repeats", type=int, default=2, help="how often every picture is drawn, in turns")
     parser.add_argument("--pictures", type=int, default=3, help="how often the command line is timed")
     parser.add_argument("--model", default="tiny")

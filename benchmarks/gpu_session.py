@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one command of less than ten minutes: tests, engine, figures.
+"""Everything that needs a GPU, in one command of less than ten minutes: the engine, its variants, agreement, tests.
 
     python benchmarks/gpu_session.py OUT                 # on a GPU: OUT gets a log, JSON files and a page
     python benchmarks/gpu_session.py OUT --tiny          # the same steps with a toy model; a minute on a CPU
@@ -21,7 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACES = ROOT / "benchmarks" / "traces"
-LIMITS = {"tests": 150, "anole-7b": 260, "llamagen-xl": 110, "kernel": 60}  # seconds; 580 in all
+LIMITS = {"anole-7b": 270, "llamagen-xl": 100, "agreement": 80, "tests": 170, "tuned": 170}  # seconds at most
+PROMPTS = ROOT / "benchmarks" / "prompts64.txt"
 
 
 def run(name: str, words: list[str], out: Path, limit: float) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def run(name: str, words: list[str], out: Path, limit: float) -> dict[str, Any]:
             code = 124
     seconds = time.perf_counter() - began
     print(f"== {name}: code {code}, {seconds:.0f} s", flush=True)
-    print("\n".join(log.read_text(errors="replace").splitlines()[-25:]), flush=True)
+    print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
     return {"name": name, "code": code, "seconds": round(seconds, 1)}
 
 
@@ -68,22 +69,24 @@ def checks() -> None:
                 print(f"{name}, {batch}, {layout}: equal", flush=True)
 
 
-def engine(model: str, out: Path, *, full: bool, kernel: str) -> None:
-    """`underdraw bench engine` without its command line, which needs packages that may be missing."""
+def engine(name: str, model: str, out: Path, kind: str) -> None:
+    """`underdraw bench engine` without its command line, which needs packages that may be missing.
+
+    `full` measures everything, `short` plain pictures and trees of 64 nodes, `tuned` the same with tuned products.
+    """
     import torch
 
     from underdraw.evaluation.engine import Settings, measure
+    from underdraw.evaluation.performance import rows
     from underdraw.evaluation.replay import Trace
     from underdraw.loading import placement
 
-    place = placement("auto", "auto")
+    place, full = placement("auto", "auto"), kind == "full"
     cuda = place.device.type == "cuda"
-    sizes: tuple[int, ...] = (1, 8, 16, 32, 64, 128) if full else (1, 64)
     levels: Any = ("eagle", "block") if full else ()
-    attention: Any = kernel
     settings = Settings(
-        model, place, compile="on" if cuda else "off", passes=40 if cuda else 4, sizes=sizes, drafters=levels,
-        kernel=attention,
+        model, place, compile="on" if cuda else "off", passes=40 if cuda else 2, pictures=3 if cuda else 1,
+        sizes=(1, 8, 16, 32, 64, 128) if full else (1, 64), drafters=levels, tuned=kind == "tuned",
     )  # fmt: skip
     # A trace is replayed with the kind of drafter that its name begins with.
     traces: Any = [(Trace.load(path), path.stem.partition("-")[0]) for path in sorted(TRACES.glob("*.json")) if full]
@@ -94,39 +97,65 @@ def engine(model: str, out: Path, *, full: bool, kernel: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s{held}: {text}", flush=True)
 
     def keep(record: dict[str, Any]) -> None:
-        (out / f"{model}-{kernel}.json").write_text(json.dumps(record, indent=1) + "\n")
+        (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
     record = measure(settings, traces, tell, baseline=full, keep=keep)
-    from underdraw.evaluation.performance import rows
+    for what, value in rows(record):
+        print(f"{what:60} {value}", flush=True)
 
-    for name, value in rows(record):
-        print(f"{name:60} {value}", flush=True)
+
+def agree(out: Path, tiny: bool) -> None:
+    """Plain and tree passes of the embedded model in bfloat16, as far as the device has it."""
+    from underdraw import Pipeline
+    from underdraw.engine.graphs import Direct, Graphs, graphs_for
+    from underdraw.evaluation.agreement import agreement
+
+    pipe = Pipeline.from_pretrained("tiny", drafter="jacobi", dtype="bfloat16")
+    graphs = graphs_for(pipe.device, "auto") or Graphs(record=Direct)
+    count = 1 if tiny else 20
+    texts = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
+    job = pipe.job(texts)
+    prompts = [pipe.model.prompt(text, None, job.size) for text in texts]
+    found = agreement(
+        pipe.model.target, pipe.model.layout(job.size), prompts, job.guidance, graphs.padded,
+        temperature=job.temperature, top_k=job.top_k,
+    )  # fmt: skip
+    (out / "agreement.json").write_text(json.dumps({"model": "tiny", "dtype": "bfloat16", **found}, indent=1) + "\n")
+    print(json.dumps(found["shapes"], indent=1), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", action="store_true", help="a toy model in the place of the large ones")
-    parser.add_argument("--only", default="", help="steps, with commas between: tests, anole-7b, llamagen-xl, kernel")
+    parser.add_argument("--only", default="", help=f"steps, with commas between: {', '.join(LIMITS)}")
+    parser.add_argument("--seconds", type=float, default=560, help="for everything; a step gets what is left")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.step == "checks":
         return checks()
+    if given.step == "agreement":
+        return agree(given.out, given.tiny)
     if given.step is not None:
-        model, kernel, full = given.step.split(":")
-        return engine(model, given.out, full=full == "full", kernel=kernel)
-    own = [sys.executable, str(Path(__file__).resolve()), str(given.out), "--step"]
+        return engine(*given.step.split(":")[:2], given.out, given.step.split(":")[2])
+    own = [sys.executable, str(Path(__file__).resolve()), str(given.out), *["--tiny"] * given.tiny, "--step"]
     large, medium = ("toy", "toy") if given.tiny else ("anole-7b", "llamagen-xl")
     steps = {
+        "anole-7b": [*own, f"anole-7b:{large}:full"],
+        "llamagen-xl": [*own, f"llamagen-xl:{medium}:short"],
+        "agreement": [*own, "agreement"],
         "tests": tests(given.out, given.tiny),
-        "anole-7b": [*own, f"{large}:fused:full"],
-        "llamagen-xl": [*own, f"{medium}:fused:short"],
-        "kernel": [*own, f"{large}:products:short"],
+        "tuned": [*own, f"tuned:{large}:tuned"],
     }
-    chosen = [name for name in steps if not given.only or name in given.only.split(",")]
-    results = [run(name, steps[name], given.out, LIMITS[name]) for name in chosen]
-    (given.out / "session.json").write_text(json.dumps(results, indent=1) + "\n")
+    unknown = {name for name in given.only.split(",") if name} - set(steps)
+    if unknown:
+        parser.error(f"unknown steps {', '.join(sorted(unknown))}; known are {', '.join(steps)}")
+    began, results = time.perf_counter(), []
+    for name in [name for name in steps if not given.only or name in given.only.split(",")]:
+        left = given.seconds - (time.perf_counter() - began)
+        results.append(run(name, steps[name], given.out, max(1.0, min(LIMITS[name], left))))
+        (given.out / "session.json").write_text(json.dumps(results, indent=1) + "\n")
     raise SystemExit(any(result["code"] for result in results))
 
 

@@ -1,6 +1,6 @@
 """Puts records of `underdraw bench engine` into docs/performance.md.
 
-python benchmarks/performance.py session/anole-7b-fused.json session/llamagen-xl-fused.json
+python benchmarks/performance.py session/anole-7b.json session/llamagen-xl.json
 """
 
 from __future__ import annotations

@@ -14,9 +14,12 @@ import torch
 import toy
 
 from underdraw.cli.app import main
+from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
+from underdraw.engine.costs import measure, remember, remembered
 from underdraw.engine.graphs import Direct, Graphs
 from underdraw.errors import ConfigError
+from underdraw.evaluation.engine import fastest
 from underdraw.evaluation.performance import page, write_page
 from underdraw.evaluation.replay import Replan, Replay, Trace
 from underdraw.models.baseline import transformers_ms
@@ -26,6 +29,7 @@ from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import TreePlan
 from underdraw.registry import policies
+from underdraw.sampling import Sampler
 
 PARAMETERS = {"anole-7b": 6.7, "lumina-7b": 6.7, "llamagen-xl": 0.75, "janus-7b": 6.8, "emu3-8b": 8.0}  # billions
 
@@ -137,6 +141,25 @@ def test_the_gpu_session_on_a_toy(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout
     assert json.loads((tmp_path / "session.json").read_text())[0]["code"] == 0
-    record = json.loads((tmp_path / "toy-fused.json").read_text())
+    record = json.loads((tmp_path / "anole-7b.json").read_text())
     assert len(record["replays"]) == len(list((root / "benchmarks" / "traces").glob("*.json"))) >= 2
     assert "transformers" in record
+
+
+def test_costs_of_captured_passes_are_measured_and_remembered(tmp_path: Path) -> None:
+    of = toy.target()
+    sampler = Sampler(toy.PLAIN, (0,))
+    graphs = Graphs(record=Direct, quantum=64)
+    costs = measure(of, toy.eagle(of), Forced(), toy.prompts(1), sampler, 2.0, graphs)
+    assert [size for size, _ in costs.curve] == [1, 8, 16, 32, 64, 128]
+    assert [width for width, _ in costs.levels] == [1, 4, 12]
+    assert all(spent > 0 for _, spent in costs.curve)
+    remember(("toy",), costs, tmp_path)
+    assert remembered(("toy",), tmp_path) == costs
+    assert remembered(("other",), tmp_path) is None
+
+
+def test_the_fastest_way_to_attend() -> None:
+    times = {"compiled, fused": {"1": 5.0, "64": 6.0}, "compiled, split": {"1": 4.0, "64": 6.5}}
+    assert fastest(times) == "split"
+    assert fastest({**times, "compiled, split": {"error": "no triton"}}) == "fused"

@@ -49,7 +49,8 @@ ReplayDrafter = Annotated[
 Batch = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Pictures drawn together, 1 to 8.")]
 Passes = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Timed passes of each size.")]
 Attention = Annotated[
-    Literal["fused", "products", "split"], typer.Option(rich_help_panel=WHAT, help="How a GPU attends.")
+    Literal["auto", "fused", "products", "split"],
+    typer.Option(rich_help_panel=WHAT, help="How a GPU attends; auto tries all and goes on with the fastest."),
 ]  # fmt: skip
 Tune = Annotated[
     bool, typer.Option("--tune", rich_help_panel=WHAT, help="Also try kernels for the matrix products; takes minutes.")
@@ -69,7 +70,7 @@ def engine(
     replay_drafter: ReplayDrafter = None,
     batch: Batch = 1,
     passes: Passes = 40,
-    attention: Attention = "fused",
+    attention: Attention = "auto",
     tune: Tune = False,
     baseline: Baseline = True,
     temperature: options.Temperature = None,
@@ -101,8 +102,8 @@ def engine(
     graphs = graphs_for(place.device, compile)
     mode: Any = "off" if graphs is None else "capture" if graphs.regions is PLAIN else "on"
     settings = Settings(
-        model.removeprefix(PREFIX), place, mode, batch, passes, 1.0 if temperature is None else temperature,
-        kernel=attention, tuned=tune,
+        model.removeprefix(PREFIX), place, mode, batch, passes,
+        temperature=1.0 if temperature is None else temperature, kernel=attention, tuned=tune,
     )  # fmt: skip
     console = Console(stderr=True, quiet=json or quiet)
     record = measure(settings, traces, console.print, baseline=baseline, keep=lambda part: _write(part, out))

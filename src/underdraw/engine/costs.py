@@ -34,6 +34,7 @@ _SMALL, _DEEP, _WIDE = TreePlan(2, 1, 1, 3), TreePlan(8, 1, 1, 9), TreePlan(2, 6
 _WARM, _TIMED = 2, 5
 _CAPTURED = 5  # passes until the pass of one kind is replayed: prompt, first, captured, and two to settle
 _SIZES = (8, 16, 32, 64, 128)
+_WIDTHS = (1, 4, 12)
 WORTH = 1.25  # a tree may make a pass so many times as long as a plain one
 
 
@@ -46,6 +47,7 @@ class Costs:
     node: float
     level: float
     curve: tuple[tuple[int, float], ...] = ()  # (nodes, milliseconds) of captured passes, drafting left out
+    levels: tuple[tuple[int, float], ...] = ()  # (nodes that it expands, milliseconds) of one level of drafting
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,15 @@ def measure(
     if graphs is None:
         return line
     curve = [(1, plain), *((size, time(forced, NoTree(), graphs.padded(size))) for size in _SIZES)]
-    return replace(line, curve=tuple((size, round(value, 3)) for size, value in curve))
+    levels = []
+    for width in _WIDTHS:
+        low, high = (time(drafter, Always(TreePlan(depth, width, min(width, 4), 32))) for depth in (2, 8))
+        levels.append((width, max((high - low) / 6, 0.0)))
+    return replace(line, curve=_rounded(curve), levels=_rounded(levels))
+
+
+def _rounded(pairs: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    return tuple((size, round(value, 3)) for size, value in pairs)
 
 
 def known_costs(
@@ -110,7 +120,8 @@ def remembered(key: Sequence[object], folder: Path | None = None) -> Costs | Non
     try:
         known = json.loads(_file(folder).read_text(encoding="utf-8"))
         found = known[_name(key)]
-        return Costs(**{**found, "curve": tuple((int(size), float(spent)) for size, spent in found.get("curve", ()))})
+        lists = {name: _rounded([tuple(pair) for pair in found.get(name, ())]) for name in ("curve", "levels")}
+        return Costs(**{**found, **lists})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -31,7 +31,7 @@ from underdraw.models.family import Placement
 from underdraw.models.random import Shape, random_target, randomise, shape
 from underdraw.nn.attention import Kernel
 from underdraw.nn.linear import arrange
-from underdraw.nn.regions import PLAIN
+from underdraw.nn.regions import PLAIN, Regions
 from underdraw.nn.session import DecoderTarget
 from underdraw.plan import TreePlan
 from underdraw.policies.fixed import NoTree
@@ -41,7 +41,6 @@ from underdraw.verifiers.exact import Exact
 
 SIZES = (1, 8, 16, 32, 64, 128)
 CONTEXT = 540  # tokens between prompt and passes that are timed by size: as in the middle of a picture
-PICTURES = 3  # plain ones that are timed
 WARM = 6  # passes until the pass of a kind is replayed: prompt, first, captured, and some to settle
 KERNELS = 16  # of a pass that are named
 FORCED = "accepted lengths were forced from a trace; no picture was drawn with these weights"
@@ -57,10 +56,11 @@ class Settings:
     compile: Literal["on", "capture", "off"]  # compiled and captured, captured, neither
     batch: int = 1
     passes: int = 40  # timed passes of each size
+    pictures: int = 3  # timed plain ones
     temperature: float = 1.0
     sizes: tuple[int, ...] = SIZES
     drafters: tuple[Kind, ...] = ("eagle", "block")  # whose levels are timed
-    kernel: Kernel = "fused"
+    kernel: Kernel | Literal["auto"] = "auto"  # auto is the fastest
     tuned: bool = False  # whether matrix products are tuned while compiling
 
 
@@ -80,7 +80,34 @@ class EngineBench:
         self.target = random_target(self.shape.arch, given.placement)
         record = CudaGraph if self.device.type == "cuda" and given.compile != "off" else Direct
         regions = compiled_regions(tuned=given.tuned) if given.compile == "on" else PLAIN
-        self.graphs = Graphs(record=record, regions=regions, kernel=given.kernel, tell=self.tell)
+        self.graphs = Graphs(record=record, regions=regions, tell=self.tell)
+        self.settle(given.kernel)
+
+    def settle(self, kernel: Kernel | Literal["auto"]) -> None:
+        """Go on with one way to attend."""
+        if kernel != "auto":
+            self.graphs = self.variant(self.graphs.regions, kernel)
+
+    def variant(self, regions: Regions, kernel: Kernel, smallest: int = 1) -> Graphs:
+        """Passes in another way."""
+        return Graphs(record=self.graphs.record, regions=regions, kernel=kernel, smallest=smallest, tell=self.tell)
+
+    def variants(self) -> dict[str, Any]:
+        """A pass over one node and over 64 in every way there is; what a way runs into takes the place of its times."""
+        ways: dict[str, tuple[Regions, Kernel]] = {"captured, fused": (PLAIN, "fused")}
+        kernels: tuple[Kernel, ...] = ("fused", "products", "split")
+        ways |= {f"compiled, {kernel}": (self.graphs.regions, kernel) for kernel in kernels}
+        if self.graphs.regions is PLAIN:
+            ways = {f"captured, {kernel}": (PLAIN, kernel) for kernel in kernels}
+        found: dict[str, Any] = {}
+        for name, (regions, kernel) in ways.items():
+            self.tell(f"passes, {name}")
+            try:
+                sizes = {size: self.variant(regions, kernel, size) for size in (1, 64)}
+                found[name] = {str(n): self.pass_ms(Forced(), NoTree(), graphs) for n, graphs in sizes.items()}
+            except Exception as error:  # one way that fails says nothing about the others
+                found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -135,7 +162,7 @@ class EngineBench:
         began = time.perf_counter()
         self.draw(Forced(), NoTree())
         first = time.perf_counter() - began
-        pictures = [self.draw(Forced(), NoTree()) for _ in range(PICTURES)]
+        pictures = [self.draw(Forced(), NoTree()) for _ in range(self.settings.pictures)]
         spent = [1000 * sum(s.seconds for s in steps) / sum(len(s.tokens) for s in steps) for steps in pictures]
         median = 1000 * statistics.median(step.seconds for steps in pictures for step in steps)
         device = self._device_ms()
@@ -260,6 +287,14 @@ def layouts(target: DecoderTarget, rows: int) -> dict[str, float]:
     return {name: 1000 * device_ms(lambda w=own: torch.nn.functional.linear(x, w)) for name, own in either.items()}  # type: ignore[misc]
 
 
+def fastest(variants: dict[str, Any]) -> Kernel:
+    """The way to attend of the fastest variant, by one node and 64 together."""
+    worked = {name: sum(times.values()) for name, times in variants.items() if "error" not in times}
+    best = min(worked, key=lambda name: float(worked[name]), default="fused")
+    kernels: tuple[Kernel, ...] = ("products", "split")
+    return next((kernel for kernel in kernels if best.endswith(kernel)), "fused")
+
+
 def nothing(_: dict[str, Any]) -> None:
     """Keeps no parts."""
 
@@ -283,6 +318,11 @@ def measure(
         "bytes_a_pass": read, "bandwidth_bytes_per_second": speed, "floor_ms": 1000 * read / speed,
         "layouts_us": layouts(bench.target, 2 * settings.batch), "verify_ms": {}, "level_ms": {}, "replays": [],
     }  # fmt: skip
+    if device.type == "cuda" and settings.kernel == "auto":
+        record["variants_ms"] = bench.variants()
+        keep(record)
+        bench.settle(fastest(record["variants_ms"]))
+        record["attention"] = bench.graphs.kernel
     plain = bench.plain()
     record["plain"] = {**plain, "over_floor": plain["ms_per_token"] / record["floor_ms"]}
     keep(record)

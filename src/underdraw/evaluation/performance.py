@@ -16,6 +16,9 @@ def rows(record: Record) -> Iterator[tuple[str, str]]:
     yield "copy bandwidth", f"{record['bandwidth_bytes_per_second'] / 1e12:.2f} TB/s"
     yield "weights read a pass", f"{record['bytes_a_pass'] / 1e9:.2f} GB"
     yield "floor", f"{record['floor_ms']:.2f} ms"
+    for name, times in record.get("variants_ms", {}).items():
+        text = times.get("error") or ", ".join(f"{spent:.2f} ms" for spent in times.values())
+        yield f"pass over 1 and 64 nodes, {name}", text
     yield "plain, a token", f"{plain['ms_per_token']:.2f} ms, {plain['over_floor']:.2f} x floor"
     yield "first picture, with compiling and capturing", f"{plain['first_picture_seconds']:.1f} s"
     if plain["host_share"] is not None:

@@ -1,4 +1,7 @@
-"""Options that several commands share, with their help texts."""
+"""Options that several commands share, with their help texts.
+
+An option whose metavar is its own name in capitals spells that name out: typer 0.27 would take the one for the other.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Model = Annotated[
 Drafter = Annotated[
     str,
     typer.Option(
-        metavar="DRAFTER", rich_help_panel=PARTS,
+        "--drafter", metavar="DRAFTER", rich_help_panel=PARTS,
         help="Who guesses ahead: auto (the model's own, or jacobi), jacobi, neighbour, a drafter's folder, or "
         "OWNER/NAME on the Hugging Face hub.",
     ),
@@ -36,12 +39,14 @@ Tree = Annotated[
 Verifier = Annotated[
     str,
     typer.Option(
-        metavar="VERIFIER", rich_help_panel=PARTS,
+        "--verifier", metavar="VERIFIER", rich_help_panel=PARTS,
         help="When a guess counts: auto (what the model was saved with, or exact), exact (the very image of plain "
         "sampling), rejection (another image of the same law) or lantern (faster, not exact).",
     ),
 ]  # fmt: skip
-Device = Annotated[str, typer.Option(metavar="DEVICE", rich_help_panel=PARTS, help="auto, cpu, cuda or cuda:N.")]
+Device = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", rich_help_panel=PARTS, help="auto, cpu, cuda or cuda:N.")
+]
 Dtype = Annotated[
     str,
     typer.Option(

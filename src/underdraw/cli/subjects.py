@@ -30,7 +30,9 @@ Pack = Annotated[
 ]
 Count = Annotated[
     int,
-    typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Captions of each of the four kinds, drawn once each."),
+    typer.Option(
+        "--count", metavar="COUNT", rich_help_panel=WHAT, help="Captions of each of the four kinds, drawn once each."
+    ),
 ]
 Candidates = Annotated[
     int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Subjects among which the asked one is ranked.")

@@ -89,15 +89,17 @@ def questions(pack: Pack, names: Sequence[str], count: int, rng: np.random.Gener
     held = [name for name in names if is_held_out(name)]
     styles = {name: {pack.pictures[row].style for row in own} for name, own in rows.items()}
     common = sorted(set().union(*styles.values()))
-    missing = [(name, style) for name in seen for style in common if style not in styles[name]]
+    missing = {name: [style for style in common if style not in styles[name]] for name in seen}
+    lacking = [name for name in seen if missing[name]]
     asked: list[Asked] = []
     for _ in range(count):
         colour = COLOURS[int(rng.integers(len(COLOURS)))]
         asked.append(_single(pack, "training", _any(rows[_any(seen, rng)], rng), colour))
         if held:
             asked.append(_single(pack, "held-out", _any(rows[_any(held, rng)], rng), colour))
-        if missing:
-            name, style = _any(missing, rng)
+        if lacking:
+            name = _any(lacking, rng)
+            style = _any(missing[name], rng)
             picture = replace(pack.pictures[rows[name][0]], style=style)
             asked.append(Asked("new style", caption(picture, plain_phrase(colour)), (rows[name][0],), style, colour))
         first = _any(rows[_any(seen, rng)], rng)

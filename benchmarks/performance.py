@@ -1,6 +1,6 @@
 """Puts records of `underdraw bench engine` into docs/performance.md.
 
-python benchmarks/performance.py session/anole-7b.json session/llamagen-xl.json
+python benchmarks/performance.py session/{anole-7b,llamagen-xl,agreement}.json
 """
 
 from __future__ import annotations

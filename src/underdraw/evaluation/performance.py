@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from underdraw.evaluation.extras import package
+
 Record = dict[str, Any]
 
 
@@ -62,10 +64,40 @@ def page(records: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
+def agreement(record: Record) -> str:
+    """How far plain and tree passes agree, as Markdown."""
+    lines = [
+        f"## Agreement: {record['model']}, {record['dtype']}, {record['pictures']} pictures\n",
+        "| plain passes have | choices equal, context forced | pictures equal, end to end |\n|---|---|---|",
+    ]
+    for name, shares in record["shapes"].items():
+        lines.append(f"| {name} | {100 * shares['tokens_equal']:.2f} % | {100 * shares['pictures_equal']:.0f} % |")
+    return "\n".join(lines) + "\n"
+
+
+def figure(records: Sequence[Record], path: Path) -> None:
+    """Time of a pass against its nodes, and the floors, as a picture."""
+    pyplot = package("matplotlib.pyplot", "figures", "bench")
+    sheet, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    for index, record in enumerate(records):
+        sizes, spent = [int(size) for size in record["verify_ms"]], list(record["verify_ms"].values())
+        axes.plot(sizes, spent, "o-", color=f"C{index}", label=record["model"].removeprefix("random:"))
+        axes.axhline(record["floor_ms"], linestyle=":", color=f"C{index}")
+    axes.set(xscale="log", xlabel="nodes of a pass", ylabel="milliseconds", ylim=(0, None))
+    axes.set_xticks(sizes := [1, 8, 16, 32, 64, 128], labels=[str(size) for size in sizes])
+    axes.legend(title="dotted: reading the weights once")
+    sheet.savefig(path)
+    pyplot.close(sheet)
+
+
 def write_page(files: Sequence[Path], into: Path) -> None:
-    """Put the tables between the two marks of a page."""
+    """Put the tables between the two marks of a page, and the figure beside it."""
     start, stop = "<!-- figures -->", "<!-- /figures -->"
     text = into.read_text(encoding="utf-8")
     before, after = text.split(start)[0], text.split(stop)[1]
     records = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    into.write_text(f"{before}{start}\n{page(records)}{stop}{after}", encoding="utf-8")
+    timed, agreed = ([one for one in records if ("shapes" in one) == wanted] for wanted in (False, True))
+    picture = into.with_suffix(".svg")
+    figure(timed, picture)
+    shown = f"![Time of a pass against its nodes]({picture.name})\n\n{page(timed)}{''.join(map(agreement, agreed))}"
+    into.write_text(f"{before}{start}\n{shown}{stop}{after}", encoding="utf-8")

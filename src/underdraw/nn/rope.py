@@ -61,7 +61,8 @@ class Rope:
 def _rates(rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
     """The axis of each angle, and how fast it turns: (sum(axes),) each."""
     counts = [torch.arange(count, device=device, dtype=torch.float32) / max(count, 1) for count in rope.axes]
-    axes = torch.arange(3, device=device).repeat_interleave(torch.tensor(rope.axes, device=device))
+    many = torch.tensor(rope.axes, device=device)
+    axes = torch.arange(3, device=device).repeat_interleave(many, output_size=sum(rope.axes))
     return axes, rope.theta ** -torch.cat(counts)
 
 

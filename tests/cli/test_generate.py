@@ -59,9 +59,9 @@ def test_without_compare_nothing_is_compared(small_model: Path, folder: Path) ->
 
 
 def test_another_law_is_not_called_identical(small_model: Path, folder: Path) -> None:
-    """The check behind `identical` can fail: rejection draws another picture."""
+    """The check behind `identical` can fail: rejection draws another picture, where there is a tree at all."""
     arguments = ("-m", small_model, "-o", "a.png", "--seed", 7, "--verifier", "rejection", "--compare", "--json")
-    assert call("generate", "a red fox", *arguments).record["identical"] is False
+    assert call("generate", "a red fox", *arguments, "--tree", "chain:depth=3").record["identical"] is False
 
 
 def test_metadata_draws_the_picture_again(small_model: Path, folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Plain decoding beside transformers' `generate`, same sizes, same batch: `python benchmarks/plain.py [--tokens N]`.
 
-transformers has no decoder of this family, so a Llama of the same width, depth, heads and vocabulary stands in, with
-random weights. Both decode two rows, as guidance does, greedily, in turns; the better of two turns counts.
+transformers has no decoder of this family, so a Qwen3 of the same width, depth, heads and vocabulary stands in, with
+random weights: a Llama with norms on queries and keys, as here. It has one rotation axis where this has three, and
+neither guidance nor noise. Both decode two rows, as guidance does, greedily, in turns; the better of two turns counts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import time
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from underdraw import Pipeline
 from underdraw.history import History
@@ -18,13 +19,13 @@ from underdraw.history import History
 PROMPT = 32  # tokens
 
 
-def llama(pipe: Pipeline) -> LlamaForCausalLM:
+def qwen(pipe: Pipeline) -> Qwen3ForCausalLM:
     """The stand-in."""
     arch = pipe.model.target.net.arch
-    return LlamaForCausalLM(
-        LlamaConfig(
+    return Qwen3ForCausalLM(
+        Qwen3Config(
             vocab_size=arch.vocab, hidden_size=arch.dim, intermediate_size=arch.ffn, num_hidden_layers=arch.layers,
-            num_attention_heads=arch.heads, num_key_value_heads=arch.groups, max_position_embeddings=1024,
+            num_attention_heads=arch.heads, num_key_value_heads=arch.groups, head_dim=arch.width, max_position_embeddings=1024,
             bos_token_id=None, eos_token_id=None, pad_token_id=0,
         )
     ).eval()  # fmt: skip
@@ -42,7 +43,7 @@ def ours(pipe: Pipeline, tokens: int) -> float:
 
 
 @torch.inference_mode()
-def theirs(model: LlamaForCausalLM, tokens: int) -> float:
+def theirs(model: Qwen3ForCausalLM, tokens: int) -> float:
     """Milliseconds a token of `generate`, without the prompt's pass."""
     prompt = torch.randint(1, 1000, (2, PROMPT))
     spent = []
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     count = parser.parse_args().tokens
     pipe = Pipeline.from_pretrained("tiny", tree="none", drafter="forced", device="cpu")
-    model = llama(pipe)
+    model = qwen(pipe)
     times = [(ours(pipe, count), theirs(model, count)) for _ in range(2)]
     plain, other = (min(turn[side] for turn in times) for side in (0, 1))
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, two rows, {count} tokens")

@@ -143,12 +143,16 @@ def bench(
     texts = load_prompts(prompts, data)
     own = drafter[0] if named is not None and drafter else "auto"
     pipe = Parts(model, own, "auto", "exact", device, dtype).load(quiet=json or quiet)
-    if named is not None and wanted.drafter == "trained" and own == "auto" and not pipe.model.drafters:
-        raise ConfigError(
-            f"{pipe.model.name} has no drafter of its own, which {named} is about; name one with --drafter FOLDER, or "
-            "--drafter neighbour, which needs no weights."
-        )
     from underdraw.evaluation.bench import Plan
+    from underdraw.pipeline import Pipeline
+
+    if named is not None and wanted.drafter == "trained" and own == "auto":
+        if not pipe.model.drafters:
+            raise ConfigError(
+                f"{pipe.model.name} has no drafter of its own, which {named} is about; name one with --drafter FOLDER, "
+                "or --drafter neighbour, which needs no weights."
+            )
+        pipe = Pipeline(pipe.model, drafter=pipe.model.drafters[0].name)  # even if auto is another one
 
     texts = _readable(pipe, texts, overlong, limit or wanted.prompts)
     plan = Plan(wanted.methods, tuple(temperature or wanted.temperatures), texts, repeats, seed, wanted.name or None)

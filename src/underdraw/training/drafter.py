@@ -346,8 +346,8 @@ def card(trainer: Trainer, held_out: Samples, quality: Quality, command: str) ->
     lines = [
         f"# Drafter for {model.name}",
         "",
-        f"{'An EAGLE' if options.kind == 'eagle' else 'A block'} drafter of {count:.1f} M parameters (embedding and head "
-        "are the target's own), trained for "
+        f"{'An EAGLE' if options.kind == 'eagle' else 'A block'} drafter of {count:.1f} M parameters (embedding and "
+        "head are the target's own), trained for "
         f"{trainer.seconds:.0f} s ({trainer.steps} steps of {options.batch * options.accumulate} pictures) on "
         f"{_machine(model.placement.device)}, torch {torch.__version__}:",
         "",

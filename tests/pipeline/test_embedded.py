@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import underdraw
 from underdraw import Pipeline
 
 PASSES = 30
@@ -29,10 +31,18 @@ def begun(pipe: Pipeline, passes: int) -> list[int]:
 
 def test_it_loads_by_its_name(tiny: Pipeline) -> None:
     assert tiny.model.name == "tiny" and str(tiny.model.sizes[0]) == "192x192"
-    assert tiny.drafter_name == (tiny.model.drafters[0].name if tiny.model.drafters else "jacobi")
+    assert tiny.drafter_name == "jacobi"  # the fastest here
+    assert [path.name for path in tiny.model.drafters] == ["drafter-eagle"]
 
 
-def test_same_seed_same_tokens_and_more_of_them(tiny: Pipeline) -> None:
-    fast, plain = begun(tiny, PASSES), begun(tiny.plain(), PASSES)
+def test_it_is_small() -> None:
+    files = [path for path in (Path(underdraw.__file__).parent / "assets" / "tiny").rglob("*") if path.is_file()]
+    assert 30_000_000 < sum(path.stat().st_size for path in files) <= 48_000_000
+
+
+@pytest.mark.parametrize("drafter, tree", [("auto", "auto"), ("drafter-eagle", "adjacency")])
+def test_same_seed_same_tokens_and_more_of_them(drafter: str, tree: str) -> None:
+    pipe = Pipeline.from_pretrained(drafter=drafter, tree=tree)
+    fast, plain = begun(pipe, PASSES), begun(pipe.plain(), PASSES)
     assert len(plain) == PASSES + 1 and fast[: len(plain)] == plain
-    assert len(fast) > 1.5 * len(plain)
+    assert len(fast) > 2 * len(plain)

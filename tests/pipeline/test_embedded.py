@@ -40,7 +40,7 @@ def test_it_is_small() -> None:
     assert 30_000_000 < sum(path.stat().st_size for path in files) <= 48_000_000
 
 
-@pytest.mark.parametrize("drafter, tree", [("auto", "auto"), ("drafter-eagle", "adjacency")])
+@pytest.mark.parametrize(("drafter", "tree"), [("auto", "auto"), ("drafter-eagle", "adjacency")])
 def test_same_seed_same_tokens_and_more_of_them(drafter: str, tree: str) -> None:
     pipe = Pipeline.from_pretrained(drafter=drafter, tree=tree)
     fast, plain = begun(pipe, PASSES), begun(pipe.plain(), PASSES)

@@ -220,7 +220,7 @@ def test_the_command(pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model = small.write(tmp_path / "model", words=sorted(words), length=40)
     monkeypatch.setattr(features, "weights", lambda cache: {})
     monkeypatch.setattr(features, "Network", lambda state: Looking())
-    out, sheet = tmp_path / "subjects.json", tmp_path / "sheet.png"
+    out, sheet = tmp_path / "new" / "subjects.json", tmp_path / "sheet.png"
     given = ["--pack", pack.path, "-m", model, "--count", 3, "--candidates", 12, "--batch", 6, "--out", out]
     done = call("evaluate", "subjects", *given, "--sheet", sheet, "--json")
     assert done.code == 0, done.err
@@ -230,14 +230,14 @@ def test_the_command(pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert entry["set"] == "new style" or entry["true"]["top1"] == 1
     assert done.record["chance"]["top1"] == round(1 / 12, 4)
     page = tmp_path / "page.md"
-    page.write_text("<!-- results: subjects.json -->\n<!-- end -->\n")
+    page.write_text("<!-- results: new/subjects.json -->\n<!-- end -->\n")
     assert call("plot", "--page", page).code == 0
     assert "| training subjects: true pictures | 3 | 100 %" in page.read_text()
     for words, says in (
         (["--count", 0], "--count 0"),
         (["--pack", tmp_path / "no.bin"], "no training pack"),
         (["--candidates", 3], "3 candidates cannot be had"),
-        (["--out", tmp_path / "no" / "x.json"], "there is no folder"),
+        (["--out", sheet / "x.json"], "is a file"),
     ):
         done = call("evaluate", "subjects", *given, *words, "--quiet")
         assert done.code == 2 and says in done.err and done.err.count("\n") == 1

@@ -9,7 +9,7 @@ import typer
 
 from underdraw.cli import options
 from underdraw.cli.report import close
-from underdraw.cli.task import Parts, Sampling, check_writable
+from underdraw.cli.task import Parts, Sampling, check_folder
 from underdraw.errors import ConfigError, UnderdrawError
 from underdraw.evaluation.methods import Preset, grid
 from underdraw.evaluation.presets import PRESETS, preset
@@ -137,7 +137,7 @@ def bench(
             raise ConfigError(f"{name} {value} leaves nothing to measure; use at least 1.")
     if not 0 <= seed < 2**61:
         raise ConfigError(f"--seed {seed} is not allowed; use a whole number from 0 to 2**61 - 1.")
-    _check_folder(out)
+    check_folder(out)
     from underdraw.prompts import load_prompts
 
     texts = load_prompts(prompts, data)
@@ -171,14 +171,6 @@ def _wanted(named: str | None, tree: Many, verifier: Many, drafter: Many, propos
     if len(drafter or []) > 1:
         raise ConfigError("a preset takes one --drafter, in the place of the model's own; leave out the others.")
     return preset(named)
-
-
-def _check_folder(out: Path) -> None:
-    """Refuse a folder that cannot be made before a model is loaded."""
-    above = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not above.is_dir():
-        raise ConfigError(f"{out} cannot be made: {above} is a file; choose another folder.")
-    check_writable(above, out)
 
 
 def _readable(pipe: Pipeline, texts: list[str], overlong: str, limit: int | None) -> list[str]:

@@ -9,7 +9,7 @@ import typer
 
 from underdraw.cli import options
 from underdraw.cli.report import close
-from underdraw.cli.task import check_writable
+from underdraw.cli.task import check_file
 from underdraw.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,26 +87,32 @@ def engine(
     if not 1 <= batch <= 8 or passes < 1:
         raise ConfigError(f"--batch {batch} must lie between 1 and 8, and --passes {passes} be at least 1.")
     if out is not None:
-        if not out.parent.is_dir():
-            raise ConfigError(f"{out} cannot be written: there is no folder {out.parent}; make it first.")
-        check_writable(out.parent, out)
+        check_file(out)
     traces = _traces(replay or [], replay_drafter or [])
     from rich.console import Console
 
     from underdraw.engine.graphs import graphs_for
     from underdraw.evaluation.engine import Settings, measure
+    from underdraw.evaluation.store import write_json
     from underdraw.loading import placement
     from underdraw.nn.regions import PLAIN
 
     place = placement(device, dtype)
     graphs = graphs_for(place.device, compile)
     mode: Any = "off" if graphs is None else "capture" if graphs.regions is PLAIN else "on"
+    if tune and mode != "on":
+        raise ConfigError("--tune is about compiled passes and these are not compiled; leave it out, or --compile on.")
     settings = Settings(
         model.removeprefix(PREFIX), place, mode, batch, passes,
         temperature=1.0 if temperature is None else temperature, kernel=attention, tuned=tune,
     )  # fmt: skip
     console = Console(stderr=True, quiet=json or quiet)
-    record = measure(settings, traces, console.print, baseline=baseline, keep=lambda part: _write(part, out))
+
+    def keep(part: dict[str, Any]) -> None:
+        if out is not None:
+            write_json(out, part)
+
+    record = measure(settings, traces, console.print, baseline=baseline, keep=keep)
     if not (json or quiet):
         show(record)
     plain = record["plain"]
@@ -124,17 +130,6 @@ def _traces(paths: Sequence[Path], kinds: Sequence[str]) -> list[tuple[Trace, Ki
         raise ConfigError("--replay-drafter belongs to a --replay; give as many traces.")
     named: Any = [*kinds, *["block"] * (len(paths) - len(kinds))]
     return [(Trace.load(path), kind) for path, kind in zip(paths, named, strict=True)]
-
-
-def _write(record: dict[str, Any], out: Path | None) -> None:
-    if out is None:
-        return
-    import json
-
-    from underdraw.files import replacing
-
-    with replacing(out) as file:
-        file.write((json.dumps(record, indent=1) + "\n").encode())
 
 
 def show(record: dict[str, Any]) -> None:

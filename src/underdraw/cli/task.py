@@ -130,10 +130,7 @@ class Task:
             if self.sheet.suffix.lower() not in SHEETS:
                 raise ConfigError(f"{self.sheet} does not end in one of {', '.join(SHEETS)}; sheets are such files.")
             check_file(self.sheet)
-        above = next(folder for folder in (self.out, *self.out.absolute().parents) if folder.exists())
-        if not above.is_dir():
-            raise ConfigError(f"{self.out} cannot be made: {above} is a file; choose another folder.")
-        check_writable(above, self.out)
+        check_folder(self.out)
 
     def _check_files(self) -> None:
         if self.sheet is not None:
@@ -171,12 +168,18 @@ def check_output(path: Path, force: bool) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that cannot be written, or replaced."""
+    """Refuse a file that cannot be written, or replaced; its folder is made when it is written."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give a file name.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}; make it first.")
-    check_writable(path.parent, path)
+    check_folder(path.parent)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be made, or that takes no files."""
+    above = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if not above.is_dir():
+        raise ConfigError(f"{folder} cannot be made: {above} is a file; choose another folder.")
+    check_writable(above, folder)
 
 
 def check_writable(folder: Path, path: Path) -> None:

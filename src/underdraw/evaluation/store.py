@@ -140,7 +140,8 @@ def picture_name(temperature: float) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """A JSON file that appears whole or not at all."""
+    """A JSON file that appears whole or not at all, in a folder that is made if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
 

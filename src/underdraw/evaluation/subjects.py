@@ -29,7 +29,7 @@ from underdraw.training.data import Pack, caption, is_held_out, pair_caption
 
 Set = Literal["training", "held-out", "new style", "new pair"]
 SETS: tuple[Set, ...] = get_args(Set)
-ANIMATED = "fluent-3d-anim"  # looks as the 3D renders do; nobody asks for it
+ANIMATED = "fluent-3d-anim"  # looks as the 3D renders do: it would give them away where they are left out
 LEAST = 8  # candidates below which a rank says nothing
 T = TypeVar("T")
 Draw = Callable[[Sequence[str], Sequence[int]], Tensor]
@@ -66,7 +66,7 @@ class Gallery:
 
 
 def candidates(pack: Pack, count: int, rng: np.random.Generator) -> list[str]:
-    """All held-out subjects, and as many others as are missing; each has sprites in two styles or more."""
+    """Held-out subjects, half of all at most, and others; each has sprites in two styles or more."""
     styles: dict[str, set[str]] = {}
     for picture in pack.pictures:
         if picture.kind == "sprite" and picture.style != ANIMATED:
@@ -181,7 +181,12 @@ class Judge:
 
     def __init__(self, pack: Pack, names: list[str], network: Network) -> None:
         self.pack, self.network = pack, network
-        own = [r for r, p in enumerate(pack.pictures) if p.kind == "sprite" and p.subject in set(names)]
+        known = set(names)
+        own = [
+            row
+            for row, picture in enumerate(pack.pictures)
+            if picture.kind == "sprite" and picture.subject in known and picture.style != ANIMATED
+        ]
         self.painter = Painter(pack, "cpu", np.array(own))
         pictures = self.paint([(row,) for row in own], ["white"] * len(own))
         self.gallery = Gallery(

@@ -109,6 +109,7 @@ def agree(out: Path, tiny: bool) -> None:
     from underdraw import Pipeline
     from underdraw.engine.graphs import Direct, Graphs, graphs_for
     from underdraw.evaluation.agreement import agreement
+    from underdraw.evaluation.machine import about
 
     pipe = Pipeline.from_pretrained("tiny", drafter="jacobi", dtype="bfloat16")
     graphs = graphs_for(pipe.device, "auto") or Graphs(record=Direct)
@@ -120,7 +121,8 @@ def agree(out: Path, tiny: bool) -> None:
         pipe.model.target, pipe.model.layout(job.size), prompts, job.guidance, graphs.padded,
         temperature=job.temperature, top_k=job.top_k,
     )  # fmt: skip
-    (out / "agreement.json").write_text(json.dumps({"model": "tiny", "dtype": "bfloat16", **found}, indent=1) + "\n")
+    record = {"model": "tiny", "dtype": "bfloat16", "machine": about(pipe.device), "guidance": job.guidance, **found}
+    (out / "agreement.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(found["shapes"], indent=1), flush=True)
 
 

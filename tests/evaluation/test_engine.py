@@ -95,12 +95,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "forced" in replay["note"] and abs(replay["tokens_per_pass"] - 3) < 0.1
     (tmp_path / "page.md").write_text("before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n")
     shapes = {"one node": {"tokens_equal": 0.9931, "pictures_equal": 0.25}}
-    found = {"model": "tiny", "dtype": "bfloat16", "pictures": 20, "shapes": shapes}
+    settings = {"guidance": 2.0, "temperature": 1.0, "nodes": 16, "machine": record["machine"]}
+    found = {"model": "tiny", "dtype": "bfloat16", "pictures": 20, "shapes": shapes, **settings}
     (tmp_path / "agreement.json").write_text(json.dumps(found))
     write_page([tmp_path / "out.json", tmp_path / "agreement.json"], tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     assert page([record]) in text and "old" not in text and text.startswith("before") and text.endswith("after\n")
     assert "(forced)" in text and "| one node | 99.31 % | 25 % |" in text
+    assert f"torch {record['machine']['torch']}, commit" in text and "trees of 16 nodes" in text
     assert "![" in text and (tmp_path / "page.svg").read_text().startswith("<?xml")
 
 

@@ -94,11 +94,12 @@ class EngineBench:
 
     def variants(self) -> dict[str, Any]:
         """A pass over one node and over 64 in every way there is; what a way runs into takes the place of its times."""
-        ways: dict[str, tuple[Regions, Kernel]] = {"captured, fused": (PLAIN, "fused")}
         kernels: tuple[Kernel, ...] = ("fused", "products", "split")
-        ways |= {f"compiled, {kernel}": (self.graphs.regions, kernel) for kernel in kernels}
-        if self.graphs.regions is PLAIN:
-            ways = {f"captured, {kernel}": (PLAIN, kernel) for kernel in kernels}
+        name = "captured" if self.graphs.record is CudaGraph else "as it is"
+        ways: dict[str, tuple[Regions, Kernel]] = {f"{name}, {kernel}": (PLAIN, kernel) for kernel in kernels}
+        if self.graphs.regions is not PLAIN:
+            ways = {f"compiled, {kernel}": (self.graphs.regions, kernel) for kernel in kernels}
+            ways = {"captured, fused": (PLAIN, "fused"), **ways}
         found: dict[str, Any] = {}
         for name, (regions, kernel) in ways.items():
             self.tell(f"passes, {name}")

@@ -66,8 +66,11 @@ def page(records: Sequence[Record]) -> str:
 
 def agreement(record: Record) -> str:
     """How far plain and tree passes agree, as Markdown."""
+    machine = record["machine"]
     lines = [
         f"## Agreement: {record['model']}, {record['dtype']}, {record['pictures']} pictures\n",
+        f"{machine['device']}, torch {machine['torch']}, commit {machine['commit']}; guidance {record['guidance']}, "
+        f"temperature {record['temperature']}, trees of {record['nodes']} nodes.\n",
         "| plain passes have | choices equal, context forced | pictures equal, end to end |\n|---|---|---|",
     ]
     for name, shares in record["shapes"].items():

@@ -64,9 +64,9 @@ def _subjects(found: Found) -> str:
     rows = [["chance", "", _share(chance["top1"]), _share(chance["top5"]), f"{chance['median_rank']:g}",
              _share(chance["top1"]), _share(chance["top5"]), _share(chance["colour"])]]  # fmt: skip
     for entry in found["sets"]:
-        for source, told in SOURCES.items():
+        for source, name in SOURCES.items():
             if source in entry:
-                rows.append(_subject_row(f"{NAMES[entry['set']]}: {told}", entry[source]))
+                rows.append(_subject_row(f"{NAMES[entry['set']]}: {name}", entry[source]))
     return markdown(SUBJECTS, rows)
 
 
@@ -92,9 +92,9 @@ def _statistics(found: Found) -> str:
     for one in found["entries"]:
         for what, key in (("accepted lengths of passes", "length_correlation"), ("first child", "first_child")):
             if key in one:
-                told = ["-" if one[key][name] is None else f"{one[key][name]:.2f}" for name in names]
+                shown = ["-" if one[key][name] is None else f"{one[key][name]:.2f}" for name in names]
                 rows.append([f"{one['temperature']:g}", f"{one['entropy']:.2f}", _share(one["top1"]),
-                             f"{one['tokens_per_pass']:.2f}", what, *told])  # fmt: skip
+                             f"{one['tokens_per_pass']:.2f}", what, *shown])  # fmt: skip
     titles = ("T", "entropy, nats a code", "top-1 chance", "tokens a pass", "correlation of", *names)
     parts.append(markdown(titles, rows))
     deep = [one for one in found["entries"] if "accepted" in one]

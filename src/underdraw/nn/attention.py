@@ -17,6 +17,7 @@ from torch import Tensor
 
 BLOCK = 256  # places a block: with up to 128 tree nodes a sum has 384 terms, the most that the BLAS adds in plain order
 _FEWEST = 4  # queries below which the BLAS takes another path
+_SPLIT_WIDTHS = (16, 32, 64, 128, 256)  # of heads, that `nn.split` has blocks for
 Kernel = Literal["fused", "products", "split"]
 """How a GPU attends: torch's fused attention, two products with a softmax between them, or `nn.split`."""
 
@@ -88,7 +89,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, kernel: Ke
     """q (R, N, H, D) against keys (R, G, L, D) and values of `values_like`: (R, N, H * D)."""
     rows, count, heads, width = q.shape
     groups = keys.shape[1]
-    if kernel == "split" and visible.used is not None and width >= 16:
+    if kernel == "split" and visible.used is not None and width in _SPLIT_WIDTHS:
         from underdraw.nn.split import attend_split
 
         return attend_split(q, keys, values, visible.bias, visible.used)

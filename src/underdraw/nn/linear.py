@@ -52,10 +52,10 @@ class Linear(nn.Linear):
 def arrange(module: nn.Module) -> None:
     """Store matrices as their device multiplies best: input-major on a CPU, output-major elsewhere."""
     for layer in module.modules():
-        if isinstance(layer, Linear) and layer.weight.device.type != "cpu":
-            layer.weight.data = layer.weight.data.contiguous()
+        if isinstance(layer, Linear) and layer.weight.device.type == "cpu":
+            input_major(layer)
         elif isinstance(layer, Linear):
-            layer.weight.data = layer.weight.data.t().contiguous().t()
+            layer.weight.data = layer.weight.data.contiguous()
 
 
 def input_major(module: nn.Module) -> None:

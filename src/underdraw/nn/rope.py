@@ -57,7 +57,7 @@ class Rope:
             )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # never forgotten, since captured passes read these tensors
 def _rates(rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
     """The axis of each angle, and how fast it turns: (sum(axes),) each."""
     counts = [torch.arange(count, device=device, dtype=torch.float32) / max(count, 1) for count in rope.axes]

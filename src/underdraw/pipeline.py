@@ -82,7 +82,7 @@ class Pipeline:
         """Load a checkpoint: "tiny", a folder or file, or an `owner/name` of the Hugging Face hub.
 
         "auto" is what the checkpoint was saved with, or else its own drafter, our tree and `exact`. `compile` says
-        whether passes are compiled, captured and replayed ("on", "off"); "auto" does so on a GPU.
+        whether passes are compiled, captured and replayed ("on", "capture", "off"); "auto" does so on a GPU.
         """
         checkpoint = open_checkpoint(model, Hub(revision, token, cache_dir, local_files_only))
         own = {"drafter": "auto", "tree": "auto", "verifier": "exact", **saved_choice(checkpoint.path)}

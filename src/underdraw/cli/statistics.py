@@ -36,7 +36,9 @@ Composed = Annotated[
 ]
 Temperatures = Annotated[
     list[float] | None,
-    typer.Option("--temperature", metavar="NUMBER", rich_help_panel=WHAT, help="May be given several times; 1 and 0."),
+    typer.Option(
+        "--temperature", metavar="NUMBER", rich_help_panel=WHAT, help="Several times for several. Without it, 1 and 0."
+    ),
 ]
 Seed = Annotated[int, typer.Option(metavar="NUMBER", rich_help_panel=WHAT, help="Prompt i is drawn with seed + i.")]
 Out = Annotated[

@@ -45,7 +45,10 @@ Cache = Annotated[
     ),
 ]  # fmt: skip
 Seed = Annotated[
-    int, typer.Option(metavar="NUMBER", rich_help_panel=WHAT, help="Of the choice of captions and of all.")
+    int,
+    typer.Option(
+        metavar="NUMBER", rich_help_panel=WHAT, help="Chooses the captions; picture i is drawn with seed + i."
+    ),
 ]
 Batch = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=options.PARTS, help="Pictures drawn together.")]
 Out = Annotated[

@@ -90,12 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     which = ["--prompts", options.prompts, "--limit", str(options.limit), "--repeats", str(options.repeats)]
     underdraw(["bench", "--preset", "targets", *which, *parts, "--out", str(options.out)])
     summary = read_summary(options.out)
-    texts = load_prompts(options.prompts)
-    seconds = first_pictures(texts[: options.pictures], parts)
+    seconds = first_pictures(load_prompts(options.prompts)[: options.pictures], parts)
     found = {
         "kind": "targets", "model": summary["settings"]["model"], "settings": told(summary["settings"]),
-        "prompts": min(options.limit, len(texts)), "repeats": options.repeats, "command_seconds": seconds,
-        "checks": checks(summary, seconds), "machine": summary["machine"],
+        "prompts": max(one["prompts"] for one in summary["entries"]), "repeats": options.repeats,
+        "command_seconds": seconds, "checks": checks(summary, seconds), "machine": summary["machine"],
     }  # fmt: skip
     write_json(options.out / RESULT, found)
     print(f"\n{head(found)}\n\n{table(found)}\n\n{options.out / RESULT}")

@@ -22,6 +22,7 @@ from underdraw.drafters.forced import Forced
 from underdraw.engine.decode import decode
 from underdraw.engine.graphs import Graphs
 from underdraw.history import History
+from underdraw.nn.regions import PLAIN
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.fixed import NoTree
@@ -101,7 +102,8 @@ def known_costs(
     guidance: float, graphs: Graphs | None = None,
 ) -> Costs:  # fmt: skip
     """What was measured before for this model and machine, or else is measured now and remembered."""
-    key = (*key, "as it is" if graphs is None else "captured")
+    how = "as it is" if graphs is None else "captured" if graphs.regions is PLAIN else "compiled"
+    key = (*key, how)
     costs = remembered(key)
     if costs is None:
         costs = measure(target, drafter, Forced(), prompts, sampler, guidance, graphs)

@@ -80,7 +80,7 @@ class Bench:
         check_names((AR, *plan.methods))
         methods = (AR, *plan.methods)
         names = dict.fromkeys(method.drafter for method in methods)
-        self.pipes = {name: pipe if name == "auto" else Pipeline(pipe.model, drafter=name) for name in names}
+        self.pipes = {name: _drafting(pipe, name) for name in names}
         self.verifiers = {method.verifier: self._verifier(method) for method in methods}
         for text in plan.prompts:
             pipe.model.check(text)
@@ -211,6 +211,13 @@ class Bench:
             return unpack(store.cells[key]["codes"], str(store.folder))
         history = self.draw(AR, key).history
         return history.layout.grid(history.tokens)
+
+
+def _drafting(pipe: Pipeline, name: str) -> Pipeline:
+    """The pipeline with another drafter; "trained" is the model's own, where it has one."""
+    if name == "auto" or (name == "trained" and not pipe.model.drafters):
+        return pipe
+    return Pipeline(pipe.model, drafter=pipe.model.drafters[0].name if name == "trained" else name)
 
 
 def _figures(drawn: Drawn) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class Method:
     name: str
     tree: str
     verifier: str = "exact"
-    drafter: str = "auto"
+    drafter: str = "auto"  # "trained": the model's own even where auto is another, as far as it has one
     proposal: str = "auto"
     about: str = ""  # what the row stands for, for readers
 

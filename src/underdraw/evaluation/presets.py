@@ -129,7 +129,7 @@ TARGETS = Preset(
     "How fast are the defaults beside plain autoregression, and do all trees give its very pixels?",
     (
         Method(DEFAULT, "auto", about="what a user gets who chooses nothing"),
-        *(Method(tree, tree) for tree in ("chain", "static", "confidence", "adjacency")),
+        *(Method(tree, tree, drafter="trained") for tree in ("chain", "static", "confidence", "adjacency")),
     ),
     prompts=12,
     drafter="any",

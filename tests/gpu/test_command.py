@@ -22,6 +22,7 @@ def test_generate(compile: str, small_model: Path, tmp_path: Path) -> None:
     assert record["peak_device_bytes"] >= record["load"]["peak_device_bytes"] >= record["load"]["weight_bytes"] > 0
 
 
-def test_auto_measures_what_passes_cost(small_model: Path, tmp_path: Path) -> None:
-    record = call("generate", "a red fox", "-m", small_model, "-o", tmp_path / "a.png", "--json").record
-    assert record["tokens"] > 0
+def test_auto_measures_what_passes_cost(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDERDRAW_CACHE", str(tmp_path))
+    assert call("generate", "a red fox", "-m", small_model, "-o", tmp_path / "a.png", "--json").record["tokens"] > 0
+    assert torch.cuda.get_device_name() in (tmp_path / "costs.json").read_text()

@@ -50,8 +50,8 @@ class CudaGraph:
     """One captured pass on a CUDA device. All share one pool of memory, since no two are ever in flight."""
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=_anchor(torch.cuda.current_device()).pool()):
+        self.graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
+        with torch.cuda.graph(self.graph, pool=_anchor(device).pool(), stream=_stream(device)):
             self.out = work()
         self.graph.replay()  # capturing has recorded the work and done none of it
 
@@ -70,10 +70,16 @@ class Direct:
 
 
 @functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """Where captures of a device happen: torch's own stream for them belongs to the first device that captured."""
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
 def _anchor(device: int) -> torch.cuda.CUDAGraph:
     """A graph of next to nothing whose pool all others share: torch gives up a pool that no graph uses any more."""
     anchor, something = torch.cuda.CUDAGraph(), torch.zeros(1, device=f"cuda:{device}")
-    with torch.cuda.graph(anchor):
+    with torch.cuda.graph(anchor, stream=_stream(device)):
         something.zero_()
     return anchor
 

@@ -2,7 +2,7 @@
 
 Runs the preset `targets` of `underdraw bench` (plain autoregression, the default tree and four others take turns
 picture by picture) and then `underdraw generate`, from a new process to the saved picture. On a busy machine times mean
-nothing. A run that was stopped goes on when the command is given again.
+nothing. A run that was stopped goes on when the command is given again. It reports what was missed and does not fail.
 """
 
 from __future__ import annotations

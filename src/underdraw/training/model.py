@@ -2,8 +2,8 @@
 
 Pictures are composed and encoded on the fly; captions stand before the codes as a prefix of fixed length and are
 dropped now and then, so that guidance has an unconditional model to push away from. Features also learn to foretell
-the codes after the next one, which leaves pictures as they are and gives a drafter something to read. Matrices inside
-the blocks are trained with Muon, the rest with AdamW. The rate is constant until the last part of the budget and then
+the codes after the next one, which adds nothing to the model that is kept and gives a drafter something to read. Matrices
+inside the blocks are trained with Muon, the rest with AdamW. The rate is constant until the last part of the budget and then
 falls. The same command goes on from the folder that it wrote: exactly, or, where only the weights are left, with fresh
 moments behind a short warm-up.
 """
@@ -244,7 +244,8 @@ class Trainer:
         scenes, text = self.batch()
         with torch.no_grad(), self.encoding():
             codes = self._encode(self.painter.paint(scenes)).flatten(1)
-        further = torch.randperm(self.options.foresight)[:2] + 1  # two of them a step, for the sake of time
+        order = np.random.default_rng((self.options.seed, self.steps)).permutation(self.options.foresight)
+        further = torch.from_numpy(order[:2] + 1)  # two of them a step, for the sake of time
         with self.autocast():
             loss, ahead = self._loss(text.to(self.device, non_blocking=True), codes, further.to(self.device))
         (loss + self.options.foresight_weight * ahead).backward()

@@ -358,9 +358,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = VQTokenizer(arch)
     known: dict[str, Any] = {}
     state = load_state(options.out)
-    if state is not None or (options.out / "model-0.safetensors").exists():
+    if (options.out / "model-0.safetensors").exists():
         model, known = load_tokenizer(options.out)
-    elif options.init:
+    elif options.init and state is None:
         model.load_state_dict(load_tokenizer(options.init)[0].state_dict())
     sides = [sum(p.numel() for p in side.parameters()) / 1e6 for side in (model.encoder, model.decoder)]
     log.info("encoder %.1f M, decoder %.1f M parameters", *sides)

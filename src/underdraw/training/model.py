@@ -2,10 +2,10 @@
 
 Pictures are composed and encoded on the fly; captions stand before the codes as a prefix of fixed length and are
 dropped now and then, so that guidance has an unconditional model to push away from. Features also learn to foretell
-the codes after the next one, which adds nothing to the model that is kept and gives a drafter something to read. Matrices
-inside the blocks are trained with Muon, the rest with AdamW. The rate is constant until the last part of the budget and then
-falls. The same command goes on from the folder that it wrote: exactly, or, where only the weights are left, with fresh
-moments behind a short warm-up.
+the codes after the next one, which adds nothing to the model that is kept and gives a drafter something to read.
+Matrices inside the blocks are trained with Muon, the rest with AdamW. The rate is constant until the last part of the
+budget and then falls. The same command goes on from the folder that it wrote: exactly, or, where only the weights are
+left, with fresh moments behind a short warm-up.
 """
 
 from __future__ import annotations

@@ -155,6 +155,7 @@ CASES = [
     Case("other family", "generate fox -m {here}/m -o {here}/a.png", "bert",
          file("m/config.json", '{"model_type": "bert"}')),
     Case("broken config", "generate fox -m {here}/m -o {here}/a.png", "cannot be read", file("m/config.json", "{")),
+    Case("no weights", "generate fox -m {here}/m.pt -o {here}/a.png", "(no file of weights)", file("m.pt", "hello\n")),
     Case("list as config", "generate fox -m {here}/m -o {here}/a.png", "no settings", file("m/config.json", "[]")),
     Case("cut decoder", "generate fox -m {here}/model -o {here}/a.png", "damaged", cut("decoder/model-0.safetensors")),
     Case("cut tokenizer", "generate fox -m {here}/model -o {here}/a.png", "damaged",

@@ -165,7 +165,10 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     Training scripts save their arguments beside the weights; an argparse namespace holds values and does nothing.
     """
     with torch.serialization.safe_globals([argparse.Namespace]):
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except (LookupError, TypeError, AttributeError) as error:  # what the reader makes of bytes that are no pickle
+            raise pickle.UnpicklingError(str(error)) from error
     return unwrapped(state, path)
 
 
@@ -173,7 +176,9 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
     """Why a file cannot be read, in one sentence."""
     if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
         return CheckpointError(f"{path} holds objects that are not weights, and running them would not be safe.")
-    return CheckpointError(f"{path} cannot be read ({first_line(error)}); it is damaged or incomplete: fetch it again.")
+    # torch's own words for a broken pickle are a paragraph that recommends to run it.
+    reason = "no file of weights" if isinstance(error, pickle.UnpicklingError) else first_line(error)
+    return CheckpointError(f"{path} cannot be read ({reason}); it is damaged or incomplete: fetch it again.")
 
 
 def first_line(error: Exception) -> str:

@@ -206,7 +206,7 @@ class Draws:
         forced = layout.forced(self.steps[:, depth - 1, None]).expand(logits.shape[:2])
         return self.sampler.forced(self.sampler.filtered(logits), forced)
 
-    def gumbel(self, stream: Stream, again: int = 0) -> Tensor:
+    def gumbel(self, stream: Stream, again: int | Tensor = 0) -> Tensor:
         """Noise of another stream for the same steps: (B, reach, columns); `again` counts draws for one step."""
         layout = self.sampler.layout
         return gumbel(self.sampler.seeds, self.steps + again * layout.steps, layout.columns, stream)

@@ -303,7 +303,7 @@ class _ShapeLevel:
     inner_slots: Tensor  # (m,) their parents' places in this frontier
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _shape_levels(parents: tuple[int, ...], device: torch.device) -> tuple[_ShapeLevel, ...]:
     shape, frontier, levels = Shape.of(parents), [0], []
     for nodes in shape.levels[1:]:

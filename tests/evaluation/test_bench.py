@@ -12,6 +12,7 @@ import torch
 from commands import call
 
 from underdraw import Pipeline
+from underdraw.engine.graphs import Direct, Graphs
 from underdraw.evaluation.bench import Bench, Plan
 from underdraw.evaluation.methods import AR, Method, grid
 from underdraw.evaluation.store import Store
@@ -177,6 +178,20 @@ def test_keeping_time_changes_nothing(pipe: Pipeline) -> None:
     clock = Clock(torch.device("cpu"))
     list(pipe.decode(pipe.job("fox", seed=0), [type(out.history)(out.history.layout)], Timed(pipe.drafter, clock)))
     assert clock.seconds > 0
+
+
+def test_methods_come_back_to_their_captured_passes(pipe: Pipeline, tmp_path: Path) -> None:
+    """Where passes are captured, the drafter's clock does not keep them from it, and warming up meets their kinds."""
+    pipe.graphs = Graphs(record=Direct)
+    methods = (Method("chain", "chain:depth=2"), Method("tree", "confidence:depth=2,nodes=5"))
+    plan = Plan(methods, (0.0, 1.0), ["a red fox", "a blue cup"])
+    bench, store = Bench(pipe, plan, {}), Store(tmp_path / "run")
+    store.open(bench.settings(), {method.name: method.record() for method in (AR, *methods)}, anew=True)
+    seen: list[int] = []
+    bench.run(store, lambda key: seen.append(pipe.graphs.kinds if pipe.graphs else 0))
+    assert len(pipe.graphs.kept) == 2, "one set of buffers a temperature"
+    assert seen[0] > 0 and len(set(seen)) == 1, "nothing new is met on the clock"
+    assert all(row["equal_image"] for row in store.rows.values())
 
 
 def test_memory_is_that_of_the_picture() -> None:

@@ -10,12 +10,12 @@ import pytest
 
 from underdraw.codes import pack, unpack
 from underdraw.errors import ConfigError
-from underdraw.evaluation.costmodel import check_costs, predicted
+from underdraw.evaluation.costmodel import check_costs, measured, predicted
 from underdraw.evaluation.store import Store
 from underdraw.evaluation.summary import maps, read_summary, spread, summarise, write_summary
 from underdraw.evaluation.tables import lines, same_depth
 
-COSTS = {"plain": 10.0, "base": 12.0, "node": 0.5, "level": 2.0}
+COSTS = {"prompt": 3.0, "plain": 10.0, "base": 12.0, "node": 0.5, "level": 2.0}
 
 
 def row(method: str, prompt: int, **values: Any) -> dict[str, Any]:
@@ -25,7 +25,8 @@ def row(method: str, prompt: int, **values: Any) -> dict[str, Any]:
         "method": method, "temperature": 1.0, "prompt": prompt, "repeat": 0, "passes": 10 + prompt, "tokens": 20,
         "tree_passes": 0 if method == "AR" else 8 + prompt, "tree_nodes": 0 if method == "AR" else 60 + 7 * prompt**2,
         "tree_levels": 0 if method == "AR" else 30 + 11 * (prompt % 3), "draft_seconds": 0.01, "memory": 100 + prompt,
-        "tau": 20 / (10 + prompt), "mean_depth": 2.0, "mean_nodes": 6.0, "equal_codes": 1.0, "equal_image": True,
+        "prompt_seconds": 0.003, "tau": 20 / (10 + prompt), "mean_depth": 2.0, "mean_nodes": 6.0,
+        "equal_codes": 1.0, "equal_image": True,
         "settings": {"drafter": drafter, "verifier": "exact"},
     }  # fmt: skip
     made["seconds"] = predicted(made, COSTS)
@@ -33,22 +34,28 @@ def row(method: str, prompt: int, **values: Any) -> dict[str, Any]:
 
 
 def test_predicted_by_hand() -> None:
-    """Two plain passes, eight with a tree, sixty nodes, thirty levels."""
-    assert predicted(row("tree", 0), COSTS) == pytest.approx((2 * 10 + 8 * 12 + 60 * 0.5 + 30 * 2) / 1000)
+    """The prompt, two plain passes, eight with a tree, sixty nodes, thirty levels."""
+    assert predicted(row("tree", 0), COSTS) == pytest.approx((3 + 2 * 10 + 8 * 12 + 60 * 0.5 + 30 * 2) / 1000)
 
 
 def test_a_true_cost_model_is_found_true() -> None:
     rows = [row(name, prompt) for name in ("AR", "tree") for prompt in range(10)]
-    for one in check_costs(rows, {"auto": COSTS}):
+    for one in check_costs(rows, {"auto exact": COSTS, "forced exact": COSTS}):
         assert one["by_costs"] == 1.0 and one["by_fit"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_costs_are_found_from_pictures() -> None:
+    """Three trees and a plain picture say what each part costs, if a straight line is the truth."""
+    rows = [row("tree", prompt) for prompt in (0, 1, 3)]
+    assert measured([*rows, row("AR", 0)]) == pytest.approx(COSTS, abs=1e-3)
 
 
 def test_a_false_cost_model_is_found_false() -> None:
     """Twice the time that the costs say; and prompts in between that are slower than the others."""
     slow = [row("tree", prompt, seconds=2 * row("tree", prompt)["seconds"]) for prompt in range(10)]
-    assert check_costs(slow, {"auto": COSTS})[0]["by_costs"] == 0.5
+    assert check_costs(slow, {"auto exact": COSTS})[0]["by_costs"] == 0.5
     odd = [row("tree", p, seconds=(1 + p % 2) * row("tree", p)["seconds"]) for p in range(10)]
-    assert check_costs(odd, {"auto": COSTS})[0]["by_fit"] == pytest.approx(0.5, abs=1e-3)
+    assert check_costs(odd, {"auto exact": COSTS})[0]["by_fit"] == pytest.approx(0.5, abs=1e-3)
     assert check_costs(slow, {})[0]["by_costs"] is None
 
 

@@ -23,6 +23,7 @@ from underdraw.nn.transformer import Block
 from underdraw.plan import MAX_NODES, SIZES, TreePlan, padded_size
 from underdraw.protocols import Prompt
 from underdraw.registry import policies, verifiers
+from underdraw.verifiers.lantern import Lantern
 from underdraw.verifiers.trail import Trail
 
 
@@ -64,17 +65,24 @@ def test_every_bucket(smallest: int) -> None:
     captured.check(toy.target(), graphs(smallest=smallest), "forced", "none", seeds=(3,), guidance=2.0)
 
 
-@pytest.mark.parametrize(("verifier", "proposal"), [("exact", "topk"), ("rejection", "sampled")])
-def test_other_verifiers_and_proposals_draw_what_they_draw_without_graphs(verifier: str, proposal: str) -> None:
+@pytest.mark.parametrize("name", ["eagle", "jacobi"])
+@pytest.mark.parametrize("tree", ["chain:depth=3", "adjacency:nodes=12,d_max=6"])
+@pytest.mark.parametrize(
+    ("verifier", "proposal"), [("exact", "topk"), ("rejection", "sampled"), ("lantern", "topk"), ("lantern", "sampled")]
+)
+def test_other_verifiers_and_proposals_draw_what_they_draw_without_graphs(
+    verifier: str, proposal: str, tree: str, name: str
+) -> None:
     of = toy.target()
-    given: dict[str, Any] = {
-        "verifier": verifiers.build(verifier), "proposal": proposal, "seeds": (4, 5), "layout": toy.ROW_ENDS,
-    }  # fmt: skip
-    for own in (toy.eagle(of, above=True), Jacobi()):
-        tree, kept = policies.build("chain:depth=3"), graphs()
-        expected = toy.run(of, own, tree, **given)[0]
-        for _ in range(2):
-            assert torch.equal(toy.run(of, own, tree, graphs=kept, **given)[0], expected)
+    judge = verifiers.build(verifier)
+    if isinstance(judge, Lantern):
+        judge = judge.bind(torch.randn(len(toy.ROW_ENDS.codes), 4, generator=torch.Generator().manual_seed(1)))
+    given: dict[str, Any] = {"verifier": judge, "proposal": proposal, "seeds": (4, 5), "layout": toy.ROW_ENDS}
+    own, kept = toy.eagle(of, above=True) if name == "eagle" else Jacobi(window=4), graphs()
+    expected = toy.run(of, own, policies.build(tree), **given)[0]
+    for _ in range(2):
+        assert torch.equal(toy.run(of, own, policies.build(tree), graphs=kept, **given)[0], expected)
+    assert captured.captured(kept) >= 1
 
 
 def test_buffers_stay_where_they_are() -> None:
@@ -93,6 +101,10 @@ def test_few_sets_of_buffers_are_kept() -> None:
     for temperature in (0.0, 0.5, 1.0, 1.5):
         toy.run(of, toy.eagle(of), policies.build("chain"), graphs=kept, temperature=temperature)
     assert len(kept.kept) == 2
+    kept.most = 4
+    for temperature in (0.0, 0.5):
+        toy.run(of, toy.eagle(of), policies.build("chain"), graphs=kept, temperature=temperature)
+    assert len(kept.kept) == 4
 
 
 def test_a_session_that_cannot_be_captured_still_draws() -> None:
@@ -158,7 +170,7 @@ def test_prompts_are_not_compiled() -> None:
         for length in (5, 6, 7, 9):
             rows = [Prompt((0,) * length, (0, 3))]
             toy.run(of, own, policies.build("chain:depth=3"), graphs=kept, rows=rows, guidance=2.0)
-    assert sizes <= {1, 4, 7}, "trees, and slots behind what is pending; no prompt"
+    assert sizes <= {1, 4, 16, 19}, "trees, and slots behind what is pending; no prompt"
 
 
 def test_plans_are_rounded_to_few() -> None:

@@ -51,18 +51,20 @@ class JacobiSession(LastingDraft):
         self.guess = torch.full((batch, layout.steps + MAX_NODES), -1, dtype=torch.int64, device=device)
         self.steps = torch.zeros(batch, dtype=torch.int64, device=device)  # (B,) of the last root
         self.proposal: Proposal = "coupled"  # of the last request
-        self.passes = 0
+        self.passes = torch.zeros(1, dtype=torch.int64, device=device)  # in which guesses were drawn anew
         self.drawn: _Drawn | None = None
 
     def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
         if len(prompts) != self.guess.shape[0]:
             return False
         self.guess.fill_(-1)
-        self.passes, self.drawn = 0, None
+        self.passes.zero_()
+        if self.drawn is not None:
+            self.drawn.valid.fill_(False)
         return True
 
     def fix(self, frame: Frame) -> Hashable | None:
-        return None if frame.proposal == "sampled" else ()  # drawing guesses anew counts passes on the host
+        return ()
 
     def note(self, known: tuple[int, ...]) -> None:
         pass
@@ -88,9 +90,9 @@ class JacobiSession(LastingDraft):
         picked = torch.zeros(*child.shape, self.layout.columns, device=child.device)
         picked.scatter_(2, child[..., None], 1.0)
         if self.drawn is None:
-            return picked
+            self.drawn = _Drawn.none(picked)
         place = (self.steps - self.drawn.roots)[:, None] + torch.arange(tree.size, device=child.device)
-        inside = place.clamp(max=self.drawn.valid.shape[1] - 1)
+        inside = place.clamp(0, MAX_NODES - 1)
         valid = self.drawn.valid.gather(1, inside) & (place == inside)
         laws = self.drawn.laws.gather(1, inside[..., None].expand(-1, -1, self.layout.columns))
         return torch.where(valid[..., None], laws, picked)
@@ -124,14 +126,17 @@ class JacobiSession(LastingDraft):
         """New guesses (B, N), as columns, for the steps after the nodes of the chain; their laws are remembered."""
         depths, draws = outcome.tree.depths, outcome.draws
         scaled = draws.scaled(outcome.output.logits, depths + 1)
-        self.passes += 1
+        self.passes.add_(1)
         if draws.noise is None:
             columns = scaled.argmax(-1)
             laws = torch.zeros_like(scaled).scatter_(-1, columns[..., None], 1.0)
         else:
-            columns = (scaled + draws.gumbel("draft", self.passes)[:, : depths.shape[1]]).argmax(-1)
+            noise = draws.gumbel("draft", self.passes)  # (B, reach, columns); what is behind it is padding
+            row = torch.arange(depths.shape[1], device=depths.device).clamp(max=noise.shape[1] - 1)
+            columns = (scaled + noise[:, row]).argmax(-1)
             laws = scaled.softmax(-1)
-        self.drawn = _Drawn(laws, depths >= 0, self.steps.clone())
+        assert self.drawn is not None, "what is judged was drafted before"
+        self.drawn.fill(laws, depths >= 0, self.steps)
         # What was accepted is no guess any more; the cells below start from it.
         order = torch.arange(depths.shape[1], device=depths.device)
         accepted = self.layout.columns_of(outcome.tree.tokens.roll(-1, 1))
@@ -140,8 +145,22 @@ class JacobiSession(LastingDraft):
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """What the guesses of the last pass were drawn from."""
+    """What the guesses of the last pass were drawn from, in tensors that stay where they are."""
 
-    laws: Tensor  # (B, N, columns) at each node of the chain
-    valid: Tensor  # (B, N) where the chain had a node
+    laws: Tensor  # (B, MAX_NODES, columns) at each node of the chain
+    valid: Tensor  # (B, MAX_NODES) where the chain had a node
     roots: Tensor  # (B,) step of the chain's root
+
+    @classmethod
+    def none(cls, like: Tensor) -> _Drawn:
+        """Nothing yet; `like` (B, N, columns) is one of the laws to come."""
+        batch, _, columns = like.shape
+        valid = torch.zeros(batch, MAX_NODES, dtype=torch.bool, device=like.device)
+        return cls(like.new_zeros(batch, MAX_NODES, columns), valid, torch.zeros_like(valid[:, 0], dtype=torch.int64))
+
+    def fill(self, laws: Tensor, valid: Tensor, roots: Tensor) -> None:
+        count = laws.shape[1]
+        self.laws[:, :count].copy_(laws)
+        self.valid.fill_(False)
+        self.valid[:, :count].copy_(valid)
+        self.roots.copy_(roots)

@@ -23,6 +23,8 @@ from underdraw.plan import MAX_NODES, padded_size
 from underdraw.protocols import Outcome, Request
 from underdraw.tree import DraftTree, Expand, Level, grow
 
+_WAITING = 16  # tokens that a captured pass has room for at least: a wide one costs less than one more kind of it
+
 
 @dataclass(frozen=True, slots=True)
 class Pending:
@@ -121,7 +123,7 @@ class LevelSession(LastingDraft):
             features = pending.features
             wide = None if features is None else features.new_zeros(rows, MAX_NODES, features.shape[-1])
             self.buffers = Pending(spare, wide, spare.clone(), spare[:, 0].clone(), ())
-        self.next_width = padded_size(plan.depth + 1)
+        self.next_width = padded_size(max(plan.depth + 1, _WAITING))
         span = self.stream.fix(pending.tokens.shape[1] + max(plan.depth * plan.width, 1), frame.quantum)
         prompt = self.width is None
         self.stream.regions, self.stream.kernel = PLAIN if prompt else frame.regions, frame.kernel

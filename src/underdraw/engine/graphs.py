@@ -9,8 +9,10 @@ is) lies on the device. Buffers and captured passes are kept between pictures. N
 from __future__ import annotations
 
 import functools
+import gc
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol, get_args
 
@@ -30,7 +32,7 @@ from underdraw.tree import Limits, Proposal, envelope
 
 log = logging.getLogger(__name__)
 Compile = Literal["auto", "on", "capture", "off"]
-KEPT = 2  # sets of buffers that are kept for the next picture
+KEPT = 2  # sets of buffers that are kept for the next picture, where nobody asks for more
 _WHOLE = 2**20  # slots, more than any cache has: a kernel that reads what is there may look at all of them
 _COMPILED = 64  # shapes of one region before torch gives up compiling
 
@@ -51,7 +53,8 @@ class CudaGraph:
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
         self.graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
-        with torch.cuda.graph(self.graph, pool=_anchor(device).pool(), stream=_stream(device)):
+        pool, stream = _anchor(device).pool(), _stream(device)
+        with _uncollected(), torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.out = work()
         self.graph.replay()  # capturing has recorded the work and done none of it
 
@@ -67,6 +70,18 @@ class Direct:
 
     def replay(self) -> None:
         self.out = self.work()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile: an old graph that is freed inside a capture spoils it."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @functools.cache
@@ -113,6 +128,7 @@ class Graphs:
     ) -> None:  # fmt: skip
         self.record, self.regions, self.kernel, self.smallest = record, regions, kernel, smallest
         self.quantum, self.tell = quantum or (_WHOLE if kernel == "split" else 256), tell
+        self.most = KEPT
         self.kept: dict[Hashable, Captured] = {}
         self.told: set[int] = set()  # sizes that were announced
 
@@ -122,6 +138,11 @@ class Graphs:
             record=self.record, regions=self.regions, kernel=self.kernel, smallest=smallest, quantum=self.quantum,
             tell=self.tell,
         )  # fmt: skip
+
+    @property
+    def kinds(self) -> int:
+        """How many kinds of passes were met by what is kept."""
+        return sum(len(passes.runs) for passes in self.kept.values())
 
     def announce(self, size: int) -> None:
         """Say that a size of passes is compiled, once."""
@@ -140,7 +161,7 @@ class Graphs:
         if old is not None and old.again(prompts, sampler):
             self.kept[key] = old
             return old
-        while len(self.kept) >= KEPT:
+        while len(self.kept) >= self.most:
             del self.kept[next(iter(self.kept))]  # the one that was not used for the longest time
         try:
             session = target.open(prompts, sampler.layout, guidance=guidance)
@@ -180,7 +201,7 @@ class Captured(Passes):
         live = [place < stop - 1 for place in places]
         plans = self.cut(wanted, places)
         floor = any(plan.floor for plan in plans)
-        if self.proposal == "sampled" or floor:  # shapes that depend on what is left, or on what the device finds
+        if self.proposal == "sampled" or floor:  # a shape is settled before it is drawn, so it cannot be cut later
             plan = envelope([p for p, alive in zip(plans, live, strict=True) if alive])
         else:
             plan = envelope([p for p, alive in zip(wanted, live, strict=True) if alive]).rounded()
@@ -189,7 +210,7 @@ class Captured(Passes):
         frame = Frame(plan, size, self.proposal, own.quantum, own.regions, own.kernel)
         limits = self._limited(plans) if plan.depth else None
         kind = (self.target.fix(frame), self.lasting.fix(frame))
-        free = floor or self.proposal == "sampled" or None in kind
+        free = floor or None in kind  # with a floor, the size of a tree depends on what the device finds
         news = unpacked(self._run(frame, limits, None if free else (plan, size, *kind)).tolist(), self.laws)
         counts = tuple(len(new.tokens) if alive else 0 for new, alive in zip(news, live, strict=True))
         self.target.note(counts)

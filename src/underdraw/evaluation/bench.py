@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from underdraw.codes import pack, unpack
-from underdraw.drafters.forced import Forced
-from underdraw.engine.costs import measure
 from underdraw.engine.decode import Laws, check
 from underdraw.errors import ConfigError
+from underdraw.evaluation.costmodel import kind, measured
 from underdraw.evaluation.machine import about
 from underdraw.evaluation.methods import AR, PLAIN, Method, check_names
 from underdraw.evaluation.store import Key, Store, picture_name
@@ -33,6 +32,9 @@ from underdraw.pipeline import Pipeline
 from underdraw.registry import drafters, parse
 
 WARM = 6  # passes of every method before anything is measured
+_ROUNDS = 3  # pictures of every method at most before that, where passes are captured
+_TREES = ("confidence:depth=2,top_k=1,nodes=3", "confidence:depth=8,top_k=1,nodes=9", "confidence:depth=2,nodes=59")
+_CHAINS = ("chain:depth=4", "chain:depth=24")
 STUDIED = 4  # prompts whose laws are kept, by drawing them once more with plain autoregression
 COLUMNS = ("accepted", "depth", "width", "rank", "tree")  # of a history, that cells.jsonl keeps
 Noted = Callable[[Key], None]
@@ -65,6 +67,7 @@ class Drawn:
 
     history: History
     seconds: float
+    prompt_seconds: float  # before the first pass
     draft_seconds: float
     memory: int
     tree_passes: int  # passes with a tree; `nodes` and `levels` are summed over them
@@ -82,6 +85,13 @@ class Bench:
         names = dict.fromkeys(method.drafter for method in methods)
         self.pipes = {name: _drafting(pipe, name) for name in names}
         self.verifiers = {method.verifier: self._verifier(method) for method in methods}
+        self.timed = {
+            name: Timed(own.drafter, Clock(own.device), captured=own.graphs is not None)
+            for name, own in self.pipes.items()
+        }  # fmt: skip
+        for own in self.pipes.values():
+            if own.graphs is not None:  # every method comes back to its own buffers and captured passes
+                own.graphs.most = 2 * len(methods) * len(plan.temperatures)
         for text in plan.prompts:
             pipe.model.check(text)
         for method in methods:
@@ -115,13 +125,15 @@ class Bench:
     def draw(self, method: Method, key: Key, laws: Laws = "skip", passes: int | None = None) -> Drawn:
         """Draw a picture, or its first few passes."""
         pipe = self._ready(method)
-        job = self._job(method, key)
-        history, clock = History(pipe.model.layout(job.size)), Clock(pipe.device)
-        steps = pipe.decode(job, [history], Timed(pipe.drafter, clock), laws)
+        job, timed = self._job(method, key), self.timed[method.drafter]
+        history, timed.clock.seconds = History(pipe.model.layout(job.size)), 0.0
+        steps = pipe.decode(job, [history], timed, laws)
         memory = Memory(pipe.device)
         trees = nodes = levels = 0
+        opened = 0.0
         began = time.perf_counter()
         for step in steps:
+            opened = opened or time.perf_counter() - began - step.seconds
             if step.plan.depth:
                 trees, nodes, levels = trees + 1, nodes + step.plan.nodes, levels + step.plan.depth
             if history.passes == passes:
@@ -129,7 +141,7 @@ class Bench:
         if pipe.device.type == "cuda":
             torch.cuda.synchronize(pipe.device)
         seconds = time.perf_counter() - began
-        return Drawn(history, seconds, clock.seconds, memory.peak, trees, nodes, levels)
+        return Drawn(history, seconds, opened, timed.clock.seconds, memory.peak, trees, nodes, levels)
 
     def settings(self) -> dict[str, Any]:
         """What must not change between two parts of one run."""
@@ -143,17 +155,36 @@ class Bench:
         }  # fmt: skip
 
     def costs(self) -> dict[str, Any]:
-        """What passes cost here with each drafter that grows trees: what the cost model predicts times from."""
-        found = {}
-        for name in dict.fromkeys(method.drafter for method in self.plan.methods):
-            if parse(self.pipes[name].drafter_name).name in drafters.names():
-                continue  # its guesses are all there at once, so trees are chains
-            method = next(method for method in self.plan.methods if method.drafter == name)
-            pipe, job = self.pipes[name], self._job(method, Key(PLAIN, self.plan.temperatures[-1], 0, 0))
-            prompt = pipe.model.prompt(job.prompts[0], job.negative, job.size)
-            measured = measure(pipe.model.target, pipe.drafter, Forced(), [prompt], pipe.sampler(job), job.guidance)
-            found[name] = asdict(measured)
+        """What passes cost here with each drafter and verifier, from whole pictures with other trees."""
+        found, rows = {}, {}
+        for method in (AR, *self.plan.methods):
+            name = " ".join(kind(method.record()))
+            if name in found:
+                continue
+            trees = ("none",) if method is AR else _CHAINS if self._guesses(method) else _TREES
+            own = [replace(method, tree=tree) for tree in trees]
+            key = Key("", self.plan.temperatures[-1], 0, 0)
+            for one in own:
+                self._warm(one, key.temperature)
+            rows[name] = [_figures(self.draw(one, key)) for one in own]
+            found[name] = measured([*rows[name], *rows.get(" ".join(kind(AR.record())), [])])
         return found
+
+    def _guesses(self, method: Method) -> bool:
+        """True if the guesses of a method's drafter are all there at once, so that trees are chains."""
+        return parse(self.pipes[method.drafter].drafter_name).name in drafters.names()
+
+    def _warm(self, method: Method, temperature: float) -> None:
+        """Draw a few passes, or, where passes are captured, pictures until no more kinds of passes are met."""
+        graphs = self.pipes[method.drafter].graphs
+        if graphs is None:
+            self.draw(method, Key(method.name, temperature, 0, 0), passes=WARM)
+            return
+        for prompt in range(min(_ROUNDS, len(self.plan.prompts))):
+            before = graphs.kinds
+            self.draw(method, Key(method.name, temperature, prompt, 0))
+            if graphs.kinds == before:
+                break
 
     def run(self, store: Store, noted: Noted) -> int:
         """Draw every picture that the store does not hold yet; returns how many that were."""
@@ -168,7 +199,7 @@ class Bench:
             return 0
         for method in dict.fromkeys(method for method, _ in todo):
             for temperature in self.plan.temperatures:
-                self.draw(method, Key(method.name, temperature, 0, 0), passes=WARM)
+                self._warm(method, temperature)
         known = about(self.model.placement.device)
         store.begin({"machine": known, "costs": store.about.get("costs") or self.costs()})
         for method, key in todo:
@@ -223,7 +254,8 @@ def _drafting(pipe: Pipeline, name: str) -> Pipeline:
 def _figures(drawn: Drawn) -> dict[str, Any]:
     history = drawn.history
     return {
-        "seconds": round(drawn.seconds, 5), "draft_seconds": round(drawn.draft_seconds, 5), "memory": drawn.memory,
+        "seconds": round(drawn.seconds, 5), "prompt_seconds": round(drawn.prompt_seconds, 5),
+        "draft_seconds": round(drawn.draft_seconds, 5), "memory": drawn.memory,
         "passes": history.passes, "tokens": int((history.tree >= 0).sum()),
         "tau": round(history.tokens_per_pass, 5), "mean_depth": round(history.mean_depth, 5),
         "mean_nodes": round(history.mean_nodes, 5), "tree_passes": drawn.tree_passes, "tree_nodes": drawn.nodes,

@@ -1,7 +1,7 @@
 """Does time follow from passes, nodes and levels? Predictions of a straight line against the clock.
 
-Two lines are tried: the costs that were measured before the run, by a few passes of a new picture, and costs fitted to
-the pictures of every other prompt, which then predict the pictures in between. Knows no model and no torch.
+Two lines are tried: the costs that were measured before the run, on pictures with other trees, and costs fitted to the
+pictures of every other prompt, which then predict the pictures in between. Knows no model and no torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ Row = Mapping[str, Any]
 
 def predicted(row: Row, costs: Mapping[str, float]) -> float:
     """Seconds of a picture by costs in milliseconds."""
-    plain = row["passes"] - row["tree_passes"]
-    total = costs["plain"] * plain + costs["base"] * row["tree_passes"]
-    return (total + costs["node"] * row["tree_nodes"] + costs["level"] * row["tree_levels"]) / 1000
+    line = np.array([costs[name] for name in ("prompt", "plain", "base", "node", "level")])
+    return float(_terms([row])[0] @ line) / 1000
+
+
+def measured(rows: Sequence[Row]) -> dict[str, float]:
+    """What a prompt, a plain pass, one with a tree, and each of its nodes and levels cost, in milliseconds."""
+    names = ("prompt", "plain", "base", "node", "level")
+    return dict(zip(names, (1000 * _least_squares(rows)).round(4).tolist(), strict=True))
 
 
 def check_costs(rows: Sequence[Row], costs: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
@@ -30,10 +35,9 @@ def check_costs(rows: Sequence[Row], costs: Mapping[str, Mapping[str, float]]) -
     fitted = fit(rows)
     found = []
     for (method, temperature), own in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
-        drafter = own[0]["settings"]["drafter"]
-        known = costs.get(drafter) or (next(iter(costs.values()), None) if drafter == "forced" else None)
+        known = costs.get(" ".join(kind(own[0]["settings"])))
         held = [row for row in own if row["prompt"] % 2 == 1]
-        line = fitted.get(_kind(own[0]))
+        line = fitted.get(kind(own[0]["settings"]))
         found.append(
             {
                 "method": method, "temperature": temperature,
@@ -46,36 +50,42 @@ def check_costs(rows: Sequence[Row], costs: Mapping[str, Mapping[str, float]]) -
 
 
 def fit(rows: Sequence[Row]) -> dict[tuple[str, str], NDArray[np.float64]]:
-    """Seconds a plain pass, tree pass, node and level for each kind of pass, from prompts of even number."""
+    """Seconds a prompt, plain pass, tree pass, node and level for each kind of pass, from prompts of even number."""
     kinds: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["prompt"] % 2 == 0:
-            kinds.setdefault(_kind(row), []).append(row)
-    return {kind: _least_squares(own) for kind, own in kinds.items()}
+            kinds.setdefault(kind(row["settings"]), []).append(row)
+    return {name: _least_squares(own) for name, own in kinds.items()}
 
 
-def _kind(row: Row) -> tuple[str, str]:
+def kind(settings: Mapping[str, str]) -> tuple[str, str]:
     """Passes cost alike if the same drafter drafts and the same verifier judges."""
-    return row["settings"]["drafter"], row["settings"]["verifier"].partition(":")[0]
+    return settings["drafter"], settings["verifier"].partition(":")[0]
 
 
 def _terms(rows: Sequence[Row]) -> NDArray[np.float64]:
+    """One prompt, and the plain passes, tree passes, nodes and levels of each row: (rows, 5)."""
     names = ("passes", "tree_passes", "tree_nodes", "tree_levels")
-    terms = np.array([[row[name] for name in names] for row in rows], dtype=np.float64)
-    terms[:, 0] -= terms[:, 1]
+    terms = np.array([[1, *(row[name] for name in names)] for row in rows], dtype=np.float64)
+    terms[:, 1] -= terms[:, 2]
     return terms
 
 
 def _least_squares(rows: Sequence[Row]) -> NDArray[np.float64]:
     """Costs that are not negative, found by dropping those that would be until none is.
 
-    Rows are weighted by their time, so that it is relative errors that count.
+    A prompt costs what it has cost; the rest is fitted. Rows are weighted by their time, so that it is relative errors
+    that count.
     """
     terms, seconds = _terms(rows), np.array([row["seconds"] for row in rows])
-    terms, seconds = terms / seconds[:, None], np.ones_like(seconds)
-    costs, active = np.zeros(terms.shape[1]), terms.any(axis=0)
+    costs = np.zeros(terms.shape[1])
+    costs[0] = np.mean([row["prompt_seconds"] for row in rows])
+    left = (seconds - costs[0]) / seconds
+    terms /= seconds[:, None]
+    active = np.asarray(terms.any(axis=0), dtype=np.bool_)
+    active[0] = False
     while active.any():
-        found = np.linalg.lstsq(terms[:, active], seconds, rcond=None)[0]
+        found = np.linalg.lstsq(terms[:, active], left, rcond=None)[0]
         if (found >= 0).all():
             costs[active] = found
             break

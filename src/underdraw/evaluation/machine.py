@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -40,7 +41,10 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the code that runs, with a + if it was changed since; None where there is no repository."""
+    """The commit of the code that runs, with a + if it was changed since.
+
+    Where there is no repository, the variable UNDERDRAW_COMMIT says it, or else it is None.
+    """
     folder = Path(underdraw.__file__).parent
     try:
         told = [
@@ -48,7 +52,7 @@ def commit() -> str | None:
             for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no", "--", "."))
         ]
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("UNDERDRAW_COMMIT")
     return told[0].strip() + ("+" if told[1].strip() else "")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from underdraw.layout import Layout
+from underdraw.nn.lasting import Frame, LastingDraft
 from underdraw.protocols import Drafter, DrafterSession, Opening, Outcome, Prompt, Request
 from underdraw.tree import DraftTree
 
@@ -22,43 +23,50 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Clock:
-    """Adds up spans of time. On a CUDA device they are events, since launching work is not doing it."""
+    """Adds up spans of time. On a CUDA device they lie between events, since launching work is not doing it.
+
+    A span has the same two events every time, also inside captured work, so `lap` has to be called before it comes
+    again.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
+        self.device, self.seconds = device, 0.0
+        self._events: dict[str, list[Any]] = {}
 
     @contextmanager
-    def span(self) -> Iterator[None]:
+    def span(self, name: str) -> Iterator[None]:
         if self.device.type == "cuda":
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if name not in self._events:
+                self._events[name] = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
+            began, ended = self._events[name]
             began.record()
             yield
             ended.record()
-            self._events.append((began, ended))
         else:
             start = time.perf_counter()
             yield
-            self._seconds += time.perf_counter() - start
+            self.seconds += time.perf_counter() - start
 
-    @property
-    def seconds(self) -> float:
-        """The sum so far; waits for the device."""
-        if self._events:
-            torch.cuda.synchronize(self.device)
-        return self._seconds + sum(began.elapsed_time(ended) for began, ended in self._events) / 1000
+    def lap(self) -> None:
+        """Add what lies between the events, and wait for the last of them if need be."""
+        for began, ended in self._events.values():
+            ended.synchronize()
+            self.seconds += began.elapsed_time(ended) / 1000
 
 
 class Timed:
-    """A drafter that keeps time."""
+    """A drafter that keeps time, also where its passes are `captured`."""
 
-    def __init__(self, drafter: Drafter, clock: Clock) -> None:
-        self.drafter, self.clock = drafter, clock
+    def __init__(self, drafter: Drafter, clock: Clock, *, captured: bool = False) -> None:
+        self.drafter, self.clock, self.captured = drafter, clock, captured
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> TimedSession:
-        with self.clock.span():
-            return TimedSession(self.drafter.open(prompts, layout, first, guidance=guidance), self.clock)
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float
+    ) -> TimedSession | TimedLasting:
+        session = self.drafter.open(prompts, layout, first, guidance=guidance)
+        if self.captured and isinstance(session, LastingDraft):
+            return TimedLasting(session, self.clock)
+        return TimedSession(session, self.clock)
 
 
 class TimedSession:
@@ -66,12 +74,38 @@ class TimedSession:
         self.session, self.clock = session, clock
 
     def draft(self, request: Request) -> DraftTree:
-        with self.clock.span():
+        with self.clock.span("draft"):
             return self.session.draft(request)
 
     def commit(self, outcome: Outcome) -> None:
-        with self.clock.span():
+        with self.clock.span("commit"):
             self.session.commit(outcome)
+        self.clock.lap()
+
+
+class TimedLasting(LastingDraft):
+    """The same for a session whose passes are captured."""
+
+    def __init__(self, session: LastingDraft, clock: Clock) -> None:
+        self.session, self.clock = session, clock
+
+    def draft(self, request: Request) -> DraftTree:
+        with self.clock.span("draft"):
+            return self.session.draft(request)
+
+    def commit(self, outcome: Outcome) -> None:
+        with self.clock.span("commit"):
+            self.session.commit(outcome)
+
+    def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
+        return self.session.again(prompts, first)
+
+    def fix(self, frame: Frame) -> Hashable | None:
+        return self.session.fix(frame)
+
+    def note(self, known: tuple[int, ...]) -> None:
+        self.clock.lap()
+        self.session.note(known)
 
 
 class Memory:

@@ -173,25 +173,27 @@ class EngineBench:
             "first_picture_seconds": first,
         }  # fmt: skip
 
-    def _runs(self) -> list[Callable[[], None]]:
-        """The captured passes of the last picture, to be replayed at its end, where they change nothing any more."""
-        passes = list(self.graphs.kept.values())[-1]
+    def _runs(self, graphs: Graphs) -> list[Callable[[], None]]:
+        """The captured passes of the last picture, to be replayed when nothing depends on them any more."""
+        passes = list(graphs.kept.values())[-1]
         assert isinstance(passes, Captured)
         return [run.replay for run in passes.runs.values() if isinstance(run, CudaGraph)]
 
     def _device_ms(self) -> float | None:
         """Those passes by the device's own clock, one after the other without a gap; averaged over kinds."""
-        runs = self._runs()
+        runs = self._runs(self.graphs)
         return statistics.mean(device_ms(run, together=8) for run in runs) if runs else None
 
-    def profile(self) -> list[dict[str, Any]]:
-        """Where the device's time goes in the last captured plain pass: kernels by name, the longest first."""
-        runs = self._runs()
+    def profile(self, size: int) -> list[dict[str, Any]]:
+        """Where the device's time goes in a captured pass over so many nodes: kernels by name, the longest first."""
+        self.tell(f"kernels of a pass over {size} nodes")
+        graphs = self.graphs.padded(size)
+        self.draw(Forced(), NoTree(), graphs=graphs, passes=WARM)
+        runs = self._runs(graphs)
         if not runs:
             return []
         from torch.profiler import ProfilerActivity, profile
 
-        self.tell("kernels of a plain pass")
         runs[-1]()
         torch.cuda.synchronize()
         repeats = 4
@@ -327,7 +329,7 @@ def measure(
     plain = bench.plain()
     record["plain"] = {**plain, "over_floor": plain["ms_per_token"] / record["floor_ms"]}
     keep(record)
-    record["profile"] = bench.profile()
+    record["profiles"] = {str(size): bench.profile(size) for size in (1, 64)}
     keep(record)
     for trace, kind in traces:
         found = bench.replay(trace, kind)

@@ -55,9 +55,10 @@ def page(records: Sequence[Record]) -> str:
         )
         parts.append("| what | value |\n|---|---|")
         parts.extend(f"| {name} | {value} |" for name, value in rows(record))
-        if record.get("profile"):
-            parts.append("\n| kernel of a plain pass | times | ms |\n|---|---|---|")
-            parts.extend(f"| `{one['kernel']}` | {one['count']:.0f} | {one['ms']:.3f} |" for one in record["profile"])
+        for size, kernels in record["profiles"].items():
+            if kernels:
+                parts.append(f"\n| kernel of a pass over {size} nodes | times | ms |\n|---|---|---|")
+                parts.extend(f"| `{one['kernel']}` | {one['count']:.0f} | {one['ms']:.3f} |" for one in kernels)
         notes = dict.fromkeys(replay["note"] for replay in record["replays"])
         parts.extend(f"\nReplayed: {note}." for note in notes)
         parts.append("")

@@ -35,6 +35,7 @@ class DraftTree:
     depths: Tensor  # (B, N) 0 at the root, -1 for padding
     ancestors: Tensor  # (B, N, N) bool: j is i or an ancestor of i
     ranks: Tensor  # (B, N) order among the siblings, best first
+    branch: int  # children that a node has at most
     q: Tensor | None = None  # (B, N, columns) what the children of each node were drawn from, if a verifier needs it
 
     @property
@@ -53,6 +54,7 @@ class DraftTree:
             functional.pad(self.depths, (0, more), value=-1),
             functional.pad(self.ancestors, (0, more, 0, more)) | own,
             functional.pad(self.ranks, (0, more)),
+            self.branch,
             None if self.q is None else functional.pad(self.q, (0, 0, 0, more)),
         )
 
@@ -176,6 +178,7 @@ def chain(tokens: Tensor, lengths: Tensor | None = None) -> DraftTree:
         depths,
         (index[:, None] >= index).expand(batch, size, size),
         torch.zeros_like(tokens),
+        branch=1,
     )
 
 
@@ -249,12 +252,13 @@ def _grow_best(
         widths.append(count)
     joined = (torch.cat(parts, dim=1) for parts in (tokens, chances, places))
     pool = _Pool.of(tuple(widths), branch, device)
-    return _keep(min(plan.nodes, nodes), len(widths), pool, limits, *joined)
+    return _keep(min(plan.nodes, nodes), len(widths), branch, pool, limits, *joined)
 
 
 def _keep(
-    count: int, depth: int, pool: _Pool, limits: Limits | None, tokens: Tensor, chance: Tensor, places: Tensor
-) -> DraftTree:
+    count: int, depth: int, branch: int, pool: _Pool, limits: Limits | None, tokens: Tensor, chance: Tensor,
+    places: Tensor,
+) -> DraftTree:  # fmt: skip
     """The best nodes of a pool of tokens (B, P) as a tree; places (B, E) in the pool of the nodes that were expanded.
 
     A stable sort keeps a parent, which comes first in the pool, before a child of equal chance.
@@ -275,6 +279,7 @@ def _keep(
         torch.take(pool.depths, kept).masked_fill_(padding, -1),
         ancestry(parents, depth),
         torch.take(pool.ranks, kept),
+        branch,
     )
 
 
@@ -358,5 +363,6 @@ def _grow_shape(
         torch.where(dead, -1, constant(shape.depths, torch.int64, device)),
         ancestry(up, len(shape.levels) - 1),
         constant(shape.ranks, torch.int64, device).expand(batch, size),
+        max(shape.ranks) + 1,
         q,
     )

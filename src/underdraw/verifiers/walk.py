@@ -56,14 +56,13 @@ def walk(tree: DraftTree, laws: Tensor, draws: Draws, relax: Relax) -> Verdict:
 
 def child_table(tree: DraftTree) -> Tensor:
     """(B, N, branch): the child of each node at each rank, -1 where there is none."""
-    batch, size = tree.tokens.shape
-    branch = max(size - 1, 1)
+    (batch, size), branch = tree.tokens.shape, tree.branch
     table = torch.full((batch, size, branch + 1), -1, dtype=torch.int64, device=tree.tokens.device)
     rows = torch.arange(batch, device=tree.tokens.device)[:, None]
     index = torch.arange(size, device=tree.tokens.device).expand(batch, size)
     rank = torch.where(tree.depths > 0, tree.ranks, branch)
     table[rows, tree.parents.clamp(min=0), rank] = index
-    return table[..., : min(branch, 16)]
+    return table[..., :branch]
 
 
 def _residual(law: Tensor, draft: Tensor) -> Tensor:

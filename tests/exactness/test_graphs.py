@@ -137,7 +137,7 @@ def test_regions_are_compiled_once_for_all_layers() -> None:
         net = toy.target(architecture=toy.arch(layers=4)).net
         caches = torch.zeros(2, 4, 2 * 4 * 64, 8)
         for count in (1, 8, 1, 64, 16):
-            x, turn = torch.randn(2, count, 32), torch.randn(2, count, 2, 1, 8)
+            x, turn = torch.randn(2, count, 32), torch.randn(2, 2, count, 1, 8).unbind()
             slots = torch.randperm(512)[: 2 * count * 4].view(2, count, 4)
             for block, after, keys, values in zip(net.blocks, net.blocks[1:], *caches, strict=False):
                 given = (block, after, x, x, turn, keys, values, slots)

@@ -8,6 +8,7 @@ plain products with a softmax between them, or a kernel of our own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from underdraw.nn.number import number
+
 BLOCK = 256  # places a block: with up to 128 tree nodes a sum has 384 terms, the most that the BLAS adds in plain order
-_FEWEST = 4  # queries below which the BLAS takes another path
 _SPLIT_WIDTHS = (16, 32, 64, 128, 256)  # of heads, that `nn.split` has blocks for
 Kernel = Literal["fused", "products", "split"]
 """How a GPU attends: torch's fused attention, two products with a softmax between them, or `nn.split`."""
@@ -45,13 +47,17 @@ class Visible:
         bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
         if mask.device.type != "cpu":
             return cls(bias[:, None], windows)
-        bias = torch.cat([bias] * _copies(heads // groups, mask.shape[1]), dim=1)
+        bias = torch.cat([bias] * _copies(heads // groups, mask.shape[1], dtype), dim=1)
         return cls(bias.repeat_interleave(groups, dim=0), windows)
 
 
-def _copies(share: int, count: int) -> int:
-    """How often `count` nodes stand in the rows of one key-value head: once for each head, more if those are few."""
-    return share * -(-_FEWEST // (share * count))
+def _copies(share: int, count: int, dtype: torch.dtype) -> int:
+    """How often `count` nodes stand in the rows of one key-value head: once for each head, more if those are few.
+
+    With fewer the BLAS takes another path.
+    """
+    fewest = 2 if dtype == torch.float32 else 4
+    return share * -(-fewest // (share * count))
 
 
 def windows(committed: Tensor, depths: Tensor, spread: int, first: int, length: int, groups: int) -> tuple[Window, ...]:
@@ -78,15 +84,27 @@ def windows(committed: Tensor, depths: Tensor, spread: int, first: int, length: 
     return tuple(parts)
 
 
-def values_like(keys: Tensor) -> Tensor:
-    """An empty value cache for a key cache; on a CPU with one more column, of ones, that sums up to the normaliser."""
-    if keys.device.type != "cpu":
-        return torch.zeros_like(keys)
-    return torch.cat([torch.zeros_like(keys), torch.ones_like(keys[..., :1])], dim=-1)
+def empty_caches(shape: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches of keys and values, (layers, R, G, L, D), where and of which type `like` is.
+
+    A CPU keeps the places of keys side by side in memory, so that the BLAS multiplies any number of queries alike and a
+    few of them faster; and its values have one more column, of ones, that sums up to the normaliser.
+    """
+    layers, *places, width = shape
+    if like.device.type != "cpu":
+        return like.new_zeros(shape), like.new_zeros(shape)
+    values = like.new_zeros(*shape[:-1], width + 1)
+    values[..., width] = 1
+    return like.new_zeros(layers, width, *places).movedim(1, -1), values
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, kernel: Kernel = "fused") -> Tensor:
-    """q (R, N, H, D) against keys (R, G, L, D) and values of `values_like`: (R, N, H * D)."""
+    """q (R, N, H, D) against keys (R, G, L, D) and values of `values_like`: (R, N, H * D).
+
+    On a CPU, caches are (R * G, L, D).
+    """
+    if q.device.type == "cpu":
+        return _attend_rows(q, keys, values, visible)
     rows, count, heads, width = q.shape
     groups = keys.shape[1]
     if kernel == "split" and visible.used is not None and width in _SPLIT_WIDTHS:
@@ -94,12 +112,11 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, kernel: Ke
 
         return attend_split(q, keys, values, visible.bias, visible.used)
     q = q.transpose(1, 2)
-    if q.device.type != "cpu" and kernel == "fused" and heads == groups:  # it is slow where heads share keys
+    if kernel == "fused" and heads == groups:  # it is slow where heads share keys
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible.bias)
     else:
-        rule = _attend_rows if q.device.type == "cpu" else _attend_products
         q = q.reshape(rows, groups, heads // groups * count, width)
-        out = rule(q, keys, values, visible).view(rows, heads, count, width)
+        out = _attend_products(q, keys, values, visible).view(rows, heads, count, width)
     return out.transpose(1, 2).reshape(rows, count, heads * width)
 
 
@@ -111,20 +128,34 @@ def _attend_products(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) 
 
 
 def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
-    """The same on a CPU, in blocks, with at least `_FEWEST` rows."""
-    q, keys, values = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)  # (R * G, ...)
-    count, width = q.shape[1:]
-    if count < _FEWEST:
-        q = torch.cat([q] * (visible.bias.shape[1] // count), dim=1)
-    scores = torch.baddbmm(visible.bias, q * width**-0.5, keys.transpose(1, 2)).float()  # (R * G, M, L)
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().to(values.dtype)
+    """`attend` on a CPU, in blocks: keys (R * G, L, D) and values (R * G, L, D + 1)."""
+    rows, nodes, heads, width = q.shape
+    count = rows * nodes * heads // len(keys)  # queries of a key-value head
+    q = q.transpose(1, 2).reshape(-1, count, width) * number(width**-0.5)
+    copies = visible.bias.shape[1] // count
+    if copies > 1:
+        q = torch.cat([q] * copies, dim=1)
+    weights = torch.baddbmm(visible.bias, q, keys.transpose(1, 2))  # (R * G, M, L)
+    if weights.dtype != torch.float32:
+        weights = weights.float()
+    weights = weights.sub_(weights.amax(-1, keepdim=True)).exp_()
+    if weights.dtype != values.dtype:
+        weights = weights.to(values.dtype)
+    total = _sum(weights, values, visible.windows)
+    if copies > 1:
+        total = total[:, :count]
+    mean = total[..., :width] / total[..., width:]
+    return mean.view(rows, heads, nodes, width).transpose(1, 2).reshape(rows, nodes, heads * width)
+
+
+def _sum(weights: Tensor, values: Tensor, windows: tuple[Window, ...]) -> Tensor:
+    """weights (R * G, M, L) times values, block after block."""
     total: Tensor | None = None
-    for window in visible.windows:
+    for window in windows:
         part = weights[..., window.start : window.stop]
         if window.inside is not None:
             part = part * window.inside.to(part.dtype)
         block = torch.bmm(part, values[:, window.start : window.stop])
         total = block if total is None else total.add_(block)
     assert total is not None
-    total = total[:, :count]
-    return total[..., :-1] / total[..., -1:]
+    return total

@@ -24,22 +24,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.device.type != "cpu" or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     inputs, size = x.shape[-1], chunk()
-    rows = x.reshape(-1, inputs)
-    count = rows.shape[0]
+    count = x.numel() // inputs
     padding = max(2 - count, 0) if x.dtype == torch.float32 else -count % 4
-    if padding:
-        rows = F.pad(rows, (0, 0, 0, padding))
-    if inputs <= size:
-        out = F.linear(rows, weight)
-    else:
-        out, *others = map(F.linear, rows.split(size, dim=1), weight.split(size, dim=1))
-        for other in others:
-            out += other
+    rows = F.pad(x.reshape(-1, inputs), (0, 0, 0, padding)) if padding else x
+    out = F.linear(rows.narrow(-1, 0, size), weight.narrow(1, 0, size)) if inputs > size else F.linear(rows, weight)
+    for start in range(size, inputs, size):
+        width = min(size, inputs - start)
+        out += F.linear(rows.narrow(-1, start, width), weight.narrow(1, start, width))
     if bias is not None:
         out += bias
-    if padding:
-        out = out[:count]
-    return out.view(*x.shape[:-1], -1)
+    return out[:count].view(*x.shape[:-1], -1) if padding else out
 
 
 class Linear(nn.Linear):

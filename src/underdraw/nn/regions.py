@@ -13,11 +13,11 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from underdraw.nn.rope import factors
+from underdraw.nn.rope import Turn, factors
 from underdraw.nn.transformer import Block, Transformer
 
 
-def enter(block: Block, x: Tensor, turn: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+def enter(block: Block, x: Tensor, turn: Turn, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
     """Write a block's keys and values to `slots` (R, N, G) of flat caches (R * G * L, D); its queries (R, N, H, D)."""
     q, k, v = block.before(x, turn)
     keys.index_put_((slots,), k)
@@ -26,7 +26,7 @@ def enter(block: Block, x: Tensor, turn: Tensor, keys: Tensor, values: Tensor, s
 
 
 def between(
-    block: Block, after: Block, x: Tensor, attended: Tensor, turn: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+    block: Block, after: Block, x: Tensor, attended: Tensor, turn: Turn, keys: Tensor, values: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor]:
     """From one block's attention to that of the block after it, whose caches these are: its input and its queries."""
     x = block.after(x, attended)

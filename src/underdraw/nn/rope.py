@@ -12,6 +12,9 @@ from torch import Tensor
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 
+Turn = tuple[Tensor, Tensor]
+"""What `rotate` multiplies heads with, see `factors`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -66,16 +69,17 @@ def _rates(rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
     return axes, rope.theta ** -torch.cat(counts)
 
 
-def factors(rotation: Tensor, pairing: str, dtype: torch.dtype) -> Tensor:
-    """What `rotate` multiplies with: rotation (R, N, 2, D / 2) -> (R, N, 2, 1, D), cosines and signed sines."""
+def factors(rotation: Tensor, pairing: str, dtype: torch.dtype) -> Turn:
+    """What `rotate` multiplies with: rotation (R, N, 2, D / 2) -> cosines and signed sines, (R, N, 1, D) each."""
     cos, sin = rotation.to(dtype)[..., None, :].unbind(2)  # (R, N, 1, D / 2)
-    pair = -2 if pairing == "half" else -1
-    return torch.stack([torch.stack(turn, dim=pair).flatten(-2) for turn in ((cos, cos), (-sin, sin))], dim=2)
+    if pairing == "half":
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    return torch.stack([cos, cos], dim=-1).flatten(-2), torch.stack([-sin, sin], dim=-1).flatten(-2)
 
 
-def rotate(x: Tensor, turn: Tensor, pairing: str) -> Tensor:
+def rotate(x: Tensor, turn: Turn, pairing: str) -> Tensor:
     """Turn heads x (R, N, H, D) by `factors`."""
-    cos, sin = turn.unbind(2)  # (R, N, 1, D)
+    cos, sin = turn
     half = x.shape[-1] // 2
     other = x.roll(half, -1) if pairing == "half" else x.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
     return x * cos + other * sin

@@ -163,10 +163,12 @@ class DecoderSession(Lasting):
     def run(self, tree: DraftTree, steps: Tensor) -> Output:
         """One pass over the nodes of B trees whose roots stand at `steps` (B,)."""
         net = self.target.net
-        depths = tree.depths.repeat(self.copies, 1).clamp(min=0)  # (R, N)
-        rotation = net.arch.rope.raster(self.layout, steps.repeat(self.copies)[:, None] + depths, self.offset)
-        x = net.embed(tree.tokens.repeat(self.copies, 1))
-        features = self.stream.branch(x, rotation, depths, tree.ancestors.repeat(self.copies, 1, 1))
+        depths = tree.depths.clamp(min=0)  # (B, N)
+        places, depths, tokens, ancestors = map(
+            self._copied, (steps[:, None] + depths, depths, tree.tokens, tree.ancestors)
+        )
+        rotation = net.arch.rope.raster(self.layout, places, self.offset)
+        features = self.stream.branch(net.embed(tokens), rotation, depths, ancestors)
         return Output(guided(net.logits(features), self.guidance), features)
 
     def fix(self, frame: Frame) -> Hashable | None:
@@ -177,8 +179,12 @@ class DecoderSession(Lasting):
         self.stream.note(known * self.copies)
 
     def commit(self, outcome: Outcome) -> None:
-        path, counts = outcome.verdict.path.repeat(self.copies, 1), outcome.counts.repeat(self.copies)
+        path, counts = map(self._copied, (outcome.verdict.path, outcome.counts))
         self.stream.keep(path, counts, outcome.known * self.copies)
+
+    def _copied(self, images: Tensor) -> Tensor:
+        """Something of all images (B, ...), for all rows (R, ...)."""
+        return images if self.copies == 1 else torch.cat([images] * self.copies)
 
 
 def _length(row: Prefix) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from underdraw.errors import CapacityError
-from underdraw.nn.attention import Kernel, Visible, Window, attend, values_like, windows
+from underdraw.nn.attention import Kernel, Visible, Window, attend, empty_caches, windows
 from underdraw.nn.regions import PLAIN, Caches, through
 from underdraw.nn.transformer import Transformer
 
@@ -32,8 +32,7 @@ class Stream:
         self.net = net
         self.capacity = -(-capacity // 64) * 64
         shape = (arch.layers, rows, arch.groups, self.capacity, arch.width)
-        self.keys = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
-        self.values = values_like(self.keys)
+        self.keys, self.values = empty_caches(shape, weight)
         self.length = torch.zeros(rows, dtype=torch.int64, device=weight.device)  # (R,) committed tokens
         self.known = [0] * rows  # `length` on the host
         self.depths = self.length.new_zeros(rows, 0)  # (R, M) of the tree nodes now in the cache
@@ -128,7 +127,10 @@ class Stream:
         new_keys, new_values = (
             cache.flatten(1, 3).unbind() for cache in (self.keys, self.values[..., : self.net.arch.width])
         )
-        keys, values = (cache[:, :, :, :length].unbind() for cache in (self.keys, self.values))
+        caches = (cache[:, :, :, :length] for cache in (self.keys, self.values))
+        if x.device.type == "cpu":
+            caches = (cache.flatten(1, 2) for cache in caches)
+        keys, values = (cache.unbind() for cache in caches)
 
         def attention(layer: int, q: Tensor) -> Tensor:
             return attend(q, keys[layer], values[layer], visible, self.kernel)

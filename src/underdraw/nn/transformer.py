@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underdraw.errors import ConfigError
-from underdraw.nn.linear import Linear
-from underdraw.nn.rope import Rope, factors, rotate
+from underdraw.nn.linear import Linear, linear
+from underdraw.nn.number import number
+from underdraw.nn.rope import Rope, Turn, factors, rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (R, N, H, D), k (R, N, G, D), v (R, N, G, D)) -> (R, N, H * D)."""
@@ -62,9 +63,18 @@ class Arch:
 
 
 def unit(x: Tensor, eps: float) -> Tensor:
-    """x over its root mean square along the last dimension, computed in float32. F.rms_norm takes twice as long."""
-    wide = x.float()
-    return (wide * (wide * wide).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).rsqrt_()).to(x.dtype)
+    """x over its root mean square along the last dimension, computed in float32. F.rms_norm takes longer."""
+    if x.dtype != torch.float32:
+        return unit(x.float(), eps).to(x.dtype)
+    size = (x * x).sum(-1, keepdim=True)
+    if x.device.type == "cpu":
+        return x * torch.add(number(eps), size, alpha=1 / x.shape[-1]).rsqrt_()
+    return x * size.div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def same_type(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight in the type of x, which differs under autocast."""
+    return weight if weight.dtype == x.dtype else weight.to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -76,7 +86,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return unit(x, self.eps) * self.weight.to(x.dtype)
+        return unit(x, self.eps) * same_type(self.weight, x)
 
 
 class HeadNorm(nn.Module):
@@ -86,6 +96,12 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(heads, width))
         self.bias = nn.Parameter(torch.zeros(heads, width)) if kind == "layer" else None
+
+    def scale(self, x: Tensor) -> None:
+        """Apply it to heads x (R, N, H, D), in place."""
+        x.mul_(same_type(self.weight, x))
+        if self.bias is not None:
+            x.add_(same_type(self.bias, x))
 
 
 class Block(nn.Module):
@@ -108,38 +124,37 @@ class Block(nn.Module):
             self.q_norm = HeadNorm(arch.qk_norm, arch.heads if per_head else 1, arch.width)
             self.k_norm = HeadNorm(arch.qk_norm, arch.groups if per_head else 1, arch.width)
 
-    def before(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
         """Everything before attention: x (R, N, dim) -> q (R, N, H, D), k and v (R, N, G, D)."""
         arch = self.arch
         x = x if arch.norm == "post" else self.attention_norm(x)
-        heads = self.qkv(x).unflatten(-1, (-1, arch.width))  # (R, N, H + 2 G, D)
-        both, v = heads.split([arch.heads + arch.groups, arch.groups], dim=-2)
+        heads = linear(x, self.qkv.weight).view(*x.shape[:-1], -1, arch.width)  # (R, N, H + 2 G, D)
+        both, v = heads.split_with_sizes([arch.heads + arch.groups, arch.groups], -2)
         if self.q_norm is not None and self.k_norm is not None:
             both = self._head_norm(both, self.q_norm, self.k_norm)
-        q, k = rotate(both, turn, arch.rope.pairing).split([arch.heads, arch.groups], dim=-2)
+        q, k = rotate(both, turn, arch.rope.pairing).split_with_sizes([arch.heads, arch.groups], -2)
         return q, k, v
 
     def _head_norm(self, x: Tensor, q: HeadNorm, k: HeadNorm) -> Tensor:
         """Norm over the width of queries and keys x (R, N, H + G, D), rounded before the affines are applied."""
         x = F.layer_norm(x, x.shape[-1:], eps=1e-5) if self.arch.qk_norm == "layer" else unit(x, 1e-5)
-        x = x * self._for_each(q.weight, k.weight).to(x.dtype)
-        return x if q.bias is None or k.bias is None else x + self._for_each(q.bias, k.bias).to(x.dtype)
-
-    def _for_each(self, q: Tensor, k: Tensor) -> Tensor:
-        """Affines of query and key heads, one for all or one each, as (H + G, D)."""
-        return torch.cat([q.expand(self.arch.heads, -1), k.expand(self.arch.groups, -1)])
+        q.scale(x.narrow(-2, 0, self.arch.heads))
+        k.scale(x.narrow(-2, self.arch.heads, self.arch.groups))
+        return x
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
         """Everything after attention: the block's input x (R, N, dim) and what was attended to (R, N, H * D)."""
         if self.arch.norm == "post":
-            x = x + self.attention_norm(self.out(attended))
+            x = x + self.attention_norm(linear(attended, self.out.weight))
             return x + self.ffn_norm(self.ffn(x))
-        x = x + self.out(attended)
+        x = x + linear(attended, self.out.weight)
         return x + self.ffn(self.ffn_norm(x))
 
     def ffn(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(gate / (1 + torch.exp(-gate)) * up)  # F.silu rounds by place once threads share a tensor
+        gate, up = linear(x, self.gate_up.weight).split_with_sizes([self.arch.ffn, self.arch.ffn], -1)
+        one = number(1.0) if x.device.type == "cpu" else 1
+        gated = gate / (torch.exp(-gate) + one)  # F.silu rounds by place once threads share a tensor
+        return linear(gated * up, self.down.weight)
 
 
 class MLPHead(nn.Module):

@@ -11,9 +11,11 @@ which drafting and verification read together.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -28,6 +30,9 @@ _HEIGHT = 32  # rows that `best` folds a row of scores into; a power of 2
 _BLOCK = 64  # columns that `first_best` looks at together
 _AHEAD = 16  # steps whose noise is drawn together
 _CHUNK = 16  # nodes whose scores stay in a processor's cache
+_SHORT = 2**14  # columns that one processor of a GPU holds at once
+_PART = 256  # steps whose noise is drawn together when all of it is
+AHEAD = 2**29  # bytes of noise that may be drawn ahead
 # The additive constant and multipliers of the splitmix64 generator, as signed 64-bit integers.
 _GAMMA, _MULTIPLY_1, _MULTIPLY_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
@@ -94,12 +99,29 @@ class Sampler:
         self.top_k = top_k if top_k < len(layout.codes) else 0
         self.top_p = float(top_p)
         self.seeds = torch.tensor(list(seeds), dtype=torch.int64, device=device)  # (B,)
+        self.ahead: Tensor | None = None  # (B, steps, columns) the noise of every step, see `look_ahead`
 
     def copy(self) -> Sampler:
         """The same settings with seeds of its own."""
         other = copy.copy(self)
         other.seeds = self.seeds.clone()
         return other
+
+    def look_ahead(self, seeds: Tensor) -> None:
+        """Go on with other seeds, and draw all of their noise now, if it is not too much to be kept.
+
+        Drawing takes dozens of operations, and a GPU has to begin each of them; looking it up takes one.
+        """
+        self.seeds.copy_(seeds)
+        layout = self.layout
+        size = len(self) * layout.steps * layout.columns
+        if self.greedy or 4 * size > AHEAD:
+            return
+        if self.ahead is None:
+            self.ahead = torch.empty(len(self), layout.steps, layout.columns, device=self.device)
+        order = torch.arange(layout.steps, device=self.device).expand(len(self), -1)
+        for part, steps in zip(self.ahead.split(_PART, dim=1), order.split(_PART, dim=1), strict=True):
+            part.copy_(gumbel(self.seeds, steps, layout.columns))
 
     @property
     def greedy(self) -> bool:
@@ -121,6 +143,11 @@ class Sampler:
         steps = roots[:, None] + torch.arange(1, reach + 1, device=roots.device)  # (B, reach)
         if self.greedy:
             return Draws(self, steps, None)
+        if self.ahead is not None:
+            own = steps.clamp(0, self.layout.steps - 1)  # what lies behind is never chosen
+            own = own + torch.arange(0, own.shape[0] * self.layout.steps, self.layout.steps, device=own.device)[:, None]
+            noise = self.ahead.flatten(0, 1).index_select(0, own.flatten())
+            return Draws(self, steps, noise.view(*steps.shape, -1))
         if before is None or before.noise is None or moved is None:
             return Draws(self, steps, gumbel(self.seeds, steps, self.layout.columns))
         noise = before.noise[:, moved:]
@@ -144,7 +171,7 @@ class Sampler:
             return logits
         scaled = logits if self.temperature == 1 else logits * (1 / self.temperature)
         if self.top_k:
-            kth = scaled.topk(self.top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+            kth = kth_largest(scaled, self.top_k)
             scaled = scaled.masked_fill(scaled < kth, -torch.inf)
         if self.top_p < 1:
             ordered, order = scaled.sort(dim=-1, descending=True)
@@ -226,11 +253,35 @@ def first_best(scores: Tensor) -> Tensor:
     return which[..., 0] * _BLOCK + block.argmax(-1)
 
 
+@functools.cache
+def _triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _short(values: Tensor) -> bool:
+    """True for rows that a kernel of our own looks at as a whole."""
+    return values.device.type == "cuda" and values.shape[-1] <= _SHORT and _triton()
+
+
+def kth_largest(values: Tensor, k: int) -> Tensor:
+    """The k-th largest number of each row: (..., K) -> (..., 1)."""
+    if _short(values):
+        from underdraw.nn.select import kth_largest as at_once
+
+        return at_once(values, k)
+    return values.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+
+
 def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` best scores of each row and their columns: as `topk`, several times faster on long rows.
 
-    The best lie in the `count` stripes with the highest maxima; only those are looked at closely.
+    The best lie in the `count` stripes with the highest maxima; only those are looked at closely. Columns of -inf mean
+    nothing.
     """
+    if _short(scores):
+        from underdraw.nn.select import top
+
+        return top(scores, count)
     stripes, rest = divmod(scores.shape[-1], _HEIGHT)
     if rest or stripes < 4 * count:
         return scores.topk(count, dim=-1)

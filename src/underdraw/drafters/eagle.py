@@ -6,6 +6,7 @@ other input tells it more. Everything else that differs between published heads 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -120,11 +121,17 @@ def above_tokens(known: Tensor, layout: Layout, steps: Tensor, roots: Tensor, co
     A neighbour after the root, (B,) or one for each cell (B, N), is part of the tree and not of the picture, and counts
     as unknown.
     """
-    found = []
-    roots = roots[:, None] if roots.ndim == 1 else roots
-    table, last = known.repeat(copies, 1), roots.repeat(copies, 1)
-    for rows, cols in ABOVE:
-        place, inside = layout.neighbour(steps, rows, cols)
-        inside = inside & (place <= last) & (steps > layout.start)
-        found.append(torch.where(inside, table.gather(1, place.clamp(0, table.shape[1] - 1)), -1))
-    return torch.stack(found, dim=-1)
+    places = _places_above(layout, known.device)
+    place = places[steps.clamp(0, len(places) - 1)]  # (R, N, 2)
+    last = (roots[:, None] if roots.ndim == 1 else roots).repeat(copies, 1)[..., None]
+    found = known.repeat(copies, 1).gather(1, place.clamp(0, known.shape[1] - 1).flatten(1))
+    return torch.where((place >= 0) & (place <= last), found.view_as(place), -1)
+
+
+@functools.cache  # never forgotten, since captured passes read it
+def _places_above(layout: Layout, device: torch.device) -> Tensor:
+    """The steps of the cells above and above-right of every step's, -1 where there is none: (steps, 2)."""
+    with torch.inference_mode(False):
+        steps = torch.arange(layout.steps, device=device)
+        found = [layout.neighbour(steps, rows, cols) for rows, cols in ABOVE]
+        return torch.stack([torch.where(inside & (steps > layout.start), at, -1) for at, inside in found], dim=-1)

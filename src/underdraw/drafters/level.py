@@ -16,6 +16,7 @@ from underdraw.calibration import Calibration
 from underdraw.layout import Layout
 from underdraw.nn.lasting import Frame, LastingDraft
 from underdraw.nn.regions import PLAIN
+from underdraw.nn.rope import Raster
 from underdraw.nn.session import guided
 from underdraw.nn.stream import Stream
 from underdraw.nn.transformer import Transformer
@@ -66,6 +67,7 @@ class LevelSession(LastingDraft):
         self.net, self.layout, self.guidance, self.calibration = net, layout, guidance, calibration
         self.copies = 1 if guidance == 1 else 2
         self.stream, self.offset = stream, offset
+        self.raster = Raster(net.arch.rope, layout, offset)
         batch = offset.shape[0] // self.copies
         self.known = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=offset.device)  # committed tokens
         self.roots = torch.zeros(batch, dtype=torch.int64, device=offset.device)  # (B,) step of the last root
@@ -81,7 +83,7 @@ class LevelSession(LastingDraft):
         raise NotImplementedError
 
     def rotation(self, steps: Tensor) -> Tensor:
-        return self.net.arch.rope.raster(self.layout, steps, self.offset)
+        return self.raster(steps)
 
     @torch.no_grad()
     def draft(self, request: Request) -> DraftTree:
@@ -109,6 +111,7 @@ class LevelSession(LastingDraft):
 
     def begin(self, pending: Pending) -> None:
         """Start anew with the prompt pending."""
+        self.raster.fill()
         self.known.fill_(-1)
         for step, token in enumerate(self.layout.prologue):
             self.known[:, step] = token

@@ -184,6 +184,7 @@ class Captured(Passes):
     ) -> None:  # fmt: skip
         super().__init__(session, draft, verifier, sampler, proposal, laws)
         self.graphs, self.target, self.lasting = graphs, session, draft
+        sampler.look_ahead(sampler.seeds)
         self.runs: dict[Hashable, Recorded | None] = {}  # None: met once
         device = self.steps.device
         self.limits = torch.zeros(4, len(sampler), dtype=torch.int64, device=device)
@@ -193,7 +194,7 @@ class Captured(Passes):
         """Start with new prompts and seeds in the same buffers; False if they do not fit."""
         if not self.target.again(prompts) or not self.lasting.again(prompts, self.session.first):
             return False
-        self.sampler.seeds.copy_(sampler.seeds)
+        self.sampler.look_ahead(sampler.seeds)
         return True
 
     def advance(self, wanted: Sequence[TreePlan], places: Sequence[int]) -> tuple[list[TreePlan], list[News]]:

@@ -10,6 +10,7 @@ import torch
 from underdraw.errors import CapacityError
 from underdraw.nn.transformer import Arch
 from underdraw.plan import MAX_NODES
+from underdraw.sampling import AHEAD
 
 _CAPTURED = 2**28  # bytes that captured passes and libraries may take for good
 _LOGITS = 6  # float32 copies of the logits that guidance, filters and noise make
@@ -17,7 +18,7 @@ GIB = 2**30
 
 
 def needed(arch: Arch, rows: int, capacity: int, prompt: int, size: int) -> int:
-    """Bytes for `rows` sequences of `capacity` places: cache, the largest pass and what is captured.
+    """Bytes for `rows` sequences of `capacity` places: cache, the largest pass, noise and what is captured.
 
     `prompt` is how many places are read at once before the picture, `size` the bytes of one number.
     """
@@ -25,7 +26,8 @@ def needed(arch: Arch, rows: int, capacity: int, prompt: int, size: int) -> int:
     nodes = rows * max(MAX_NODES, prompt)
     layer = nodes * (3 * arch.ffn + 6 * arch.dim) * size + nodes * arch.heads * capacity * 4
     outputs = len(arch.outputs) if arch.outputs is not None else arch.vocab
-    return cache + layer + rows * MAX_NODES * outputs * 4 * _LOGITS + _CAPTURED
+    noise = min(rows * capacity * outputs * 4, AHEAD)
+    return cache + layer + rows * MAX_NODES * outputs * 4 * _LOGITS + noise + _CAPTURED
 
 
 def free(device: torch.device) -> int | None:

@@ -60,6 +60,27 @@ class Rope:
             )
 
 
+class Raster:
+    """The rotations of all steps of R rows, looked up instead of computed; in a tensor that stays where it is."""
+
+    def __init__(self, rope: Rope, layout: Layout, offset: Tensor) -> None:
+        self.rope, self.layout, self.offset = rope, layout, offset
+        steps = torch.arange(layout.steps, device=offset.device)
+        self.steps = steps.expand(len(offset), -1)
+        self.first = (torch.arange(len(offset), device=offset.device) * layout.steps)[:, None]
+        self.table = torch.empty(0)
+
+    def fill(self) -> None:
+        """Follow what `offset` (R,) has become."""
+        found = self.rope.raster(self.layout, self.steps, self.offset).flatten(0, 1)  # (R * S, 2, half)
+        self.table = self.table.copy_(found) if len(self.table) else found
+
+    def __call__(self, steps: Tensor) -> Tensor:
+        """(R, N) steps, those past the last one as the last -> (R, N, 2, half)."""
+        place = steps.clamp(0, self.layout.steps - 1) + self.first
+        return self.table.index_select(0, place.flatten()).view(*steps.shape, *self.table.shape[1:])
+
+
 @functools.cache  # never forgotten, since captured passes read these tensors
 def _rates(rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
     """The axis of each angle, and how fast it turns: (sum(axes),) each."""

@@ -12,6 +12,7 @@ from underdraw.errors import CapacityError, ConfigError
 from underdraw.layout import Layout
 from underdraw.nn import memory
 from underdraw.nn.lasting import Frame, Lasting
+from underdraw.nn.rope import Raster
 from underdraw.nn.stream import Stream
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import MAX_NODES
@@ -80,6 +81,7 @@ class DecoderSession(Lasting):
         memory.check(target.net.arch, len(prompts), self.copies, self._needed + room, longest, weight)
         self.stream = Stream(target.net, len(rows), self._needed + room)
         self.offset = torch.zeros_like(self.stream.length)  # (R,) sequence place of step 0
+        self.raster = Raster(target.net.arch.rope, layout, self.offset)
         self.first = self._begin(rows)
 
     @torch.no_grad()
@@ -120,6 +122,7 @@ class DecoderSession(Lasting):
         place = self.target.image_offset
         start = [n - self.layout.start if place is None else place for n in self.lengths]
         self.offset.copy_(torch.tensor(start))
+        self.raster.fill()
         return self._prefill(rows, self.offset.device)
 
     def _prefill(self, rows: list[Prefix], device: torch.device) -> Opening:
@@ -151,7 +154,7 @@ class DecoderSession(Lasting):
         step = torch.arange(longest, device=device) - (
             torch.tensor(self.lengths, device=device)[:, None] - layout.start
         )
-        image = rope.raster(layout, step.clamp(min=0), self.offset)
+        image = self.raster(step)
         return torch.where((step >= 0)[..., None, None], image, rotation)
 
     def _project(self, features: Tensor) -> Tensor:
@@ -167,8 +170,7 @@ class DecoderSession(Lasting):
         places, depths, tokens, ancestors = map(
             self._copied, (steps[:, None] + depths, depths, tree.tokens, tree.ancestors)
         )
-        rotation = net.arch.rope.raster(self.layout, places, self.offset)
-        features = self.stream.branch(net.embed(tokens), rotation, depths, ancestors)
+        features = self.stream.branch(net.embed(tokens), self.raster(places), depths, ancestors)
         return Output(guided(net.logits(features), self.guidance), features)
 
     def fix(self, frame: Frame) -> Hashable | None:

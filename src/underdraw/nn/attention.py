@@ -37,7 +37,7 @@ class Window:
 class Visible:
     """What each new node may look at, as a bias that is added to scores; and, on a CPU, the windows of the slots."""
 
-    bias: Tensor  # (R, 1, N, length), on a CPU (R * G, M, length) as `_attend_rows` has it
+    bias: Tensor  # (R, 1, N, length), on a CPU (R * G, M, length) as `attend_in_blocks` has it
     windows: tuple[Window, ...]
     used: Tensor | None = None  # (R,) slots that hold anything, for kernels that read no others
 
@@ -45,10 +45,12 @@ class Visible:
     def of(cls, mask: Tensor, windows: tuple[Window, ...], heads: int, groups: int, dtype: torch.dtype) -> Visible:
         """From a mask (R, N, length) of what is seen."""
         bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        if mask.device.type != "cpu":
+        if not mask.is_cpu:
             return cls(bias[:, None], windows)
-        bias = torch.cat([bias] * _copies(heads // groups, mask.shape[1], dtype), dim=1)
-        return cls(bias.repeat_interleave(groups, dim=0), windows)
+        rows, count, length = mask.shape
+        copies = _copies(heads // groups, count, dtype)
+        bias = bias[:, None, None].expand(rows, groups, copies, count, length)
+        return cls(bias.reshape(rows * groups, copies * count, length), windows)
 
 
 def _copies(share: int, count: int, dtype: torch.dtype) -> int:
@@ -99,12 +101,7 @@ def empty_caches(shape: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, kernel: Kernel = "fused") -> Tensor:
-    """q (R, N, H, D) against keys (R, G, L, D) and values of `values_like`: (R, N, H * D).
-
-    On a CPU, caches are (R * G, L, D).
-    """
-    if q.device.type == "cpu":
-        return _attend_rows(q, keys, values, visible)
+    """q (R, N, H, D) against keys and values (R, G, L, D): (R, N, H * D). For a CPU there is `attend_in_blocks`."""
     rows, count, heads, width = q.shape
     groups = keys.shape[1]
     if kernel == "split" and visible.used is not None and width in _SPLIT_WIDTHS:
@@ -127,35 +124,35 @@ def _attend_products(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) 
     return weights.to(values.dtype) @ values
 
 
-def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
-    """`attend` on a CPU, in blocks: keys (R * G, L, D) and values (R * G, L, D + 1)."""
+def attend_in_blocks(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
+    """The same on a CPU: q (R, N, H, D) against keys (R * G, D, L) and values (R * G, L, D + 1)."""
     rows, nodes, heads, width = q.shape
     count = rows * nodes * heads // len(keys)  # queries of a key-value head
     q = q.transpose(1, 2).reshape(-1, count, width) * number(width**-0.5)
     copies = visible.bias.shape[1] // count
     if copies > 1:
         q = torch.cat([q] * copies, dim=1)
-    weights = torch.baddbmm(visible.bias, q, keys.transpose(1, 2))  # (R * G, M, L)
+    weights = torch.baddbmm(visible.bias, q, keys)  # (R * G, M, L)
     if weights.dtype != torch.float32:
         weights = weights.float()
     weights = weights.sub_(weights.amax(-1, keepdim=True)).exp_()
     if weights.dtype != values.dtype:
         weights = weights.to(values.dtype)
-    total = _sum(weights, values, visible.windows)
+    total = torch.bmm(weights, values) if len(visible.windows) == 1 else _sum(weights, values, visible.windows)
     if copies > 1:
         total = total[:, :count]
-    mean = total[..., :width] / total[..., width:]
-    return mean.view(rows, heads, nodes, width).transpose(1, 2).reshape(rows, nodes, heads * width)
+    out, normaliser = total.split_with_sizes([width, 1], -1)
+    return (out / normaliser).view(rows, heads, nodes, width).transpose(1, 2).reshape(rows, nodes, heads * width)
 
 
 def _sum(weights: Tensor, values: Tensor, windows: tuple[Window, ...]) -> Tensor:
     """weights (R * G, M, L) times values, block after block."""
     total: Tensor | None = None
     for window in windows:
-        part = weights[..., window.start : window.stop]
+        part = weights.narrow(2, window.start, window.stop - window.start)
         if window.inside is not None:
             part = part * window.inside.to(part.dtype)
-        block = torch.bmm(part, values[:, window.start : window.stop])
+        block = torch.bmm(part, values.narrow(1, window.start, window.stop - window.start))
         total = block if total is None else total.add_(block)
     assert total is not None
     return total

@@ -21,7 +21,7 @@ def chunk() -> int:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., in) times weight (out, in), transposed: (..., out)."""
-    if x.device.type != "cpu" or torch.is_grad_enabled():
+    if not x.is_cpu or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     inputs, size = x.shape[-1], chunk()
     count = x.numel() // inputs

@@ -11,14 +11,14 @@ what it commits is not known to the host while it runs, which is told afterwards
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from underdraw.errors import CapacityError
-from underdraw.nn.attention import Kernel, Visible, Window, attend, empty_caches, windows
+from underdraw.nn.attention import Kernel, Visible, Window, attend, attend_in_blocks, empty_caches, windows
 from underdraw.nn.regions import PLAIN, Caches, through
 from underdraw.nn.transformer import Transformer
 
@@ -127,15 +127,18 @@ class Stream:
         new_keys, new_values = (
             cache.flatten(1, 3).unbind() for cache in (self.keys, self.values[..., : self.net.arch.width])
         )
-        caches = (cache[:, :, :, :length] for cache in (self.keys, self.values))
-        if x.device.type == "cpu":
-            caches = (cache.flatten(1, 2) for cache in caches)
-        keys, values = (cache.unbind() for cache in caches)
-
-        def attention(layer: int, q: Tensor) -> Tensor:
-            return attend(q, keys[layer], values[layer], visible, self.kernel)
-
+        attention = self._attention(visible, length)
         return through(self.net, x, rotation, Caches(new_keys, new_values, slots, attention), self.regions)
+
+    def _attention(self, visible: Visible, length: int) -> Callable[[int, Tensor], Tensor]:
+        """How a layer attends to the first `length` slots."""
+        seen = self.keys[:, :, :, :length], self.values[:, :, :, :length]
+        if not self.length.is_cpu:
+            keys, values = (cache.unbind() for cache in seen)
+            return lambda layer, q: attend(q, keys[layer], values[layer], visible, self.kernel)
+        flat_keys, flat_values = (cache.flatten(1, 2) for cache in seen)
+        keys, values = flat_keys.transpose(2, 3).unbind(), flat_values.unbind()
+        return lambda layer, q: attend_in_blocks(q, keys[layer], values[layer], visible)
 
     def _visible(self, ancestors: Tensor, spread: int, length: int) -> Visible:
         """ancestors (R, N, M + N) as what is seen of `length` cache slots."""

@@ -67,7 +67,7 @@ def unit(x: Tensor, eps: float) -> Tensor:
     if x.dtype != torch.float32:
         return unit(x.float(), eps).to(x.dtype)
     size = (x * x).sum(-1, keepdim=True)
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return x * torch.add(number(eps), size, alpha=1 / x.shape[-1]).rsqrt_()
     return x * size.div_(x.shape[-1]).add_(eps).rsqrt_()
 
@@ -105,7 +105,10 @@ class HeadNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, with fused qkv and gate-up matrices."""
+    """Attention and SwiGLU, with fused qkv and gate-up matrices.
+
+    Parts are not called as modules: looking for hooks takes a CPU longer than some of the work.
+    """
 
     def __init__(self, arch: Arch, index: int) -> None:
         super().__init__()
@@ -127,7 +130,7 @@ class Block(nn.Module):
     def before(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
         """Everything before attention: x (R, N, dim) -> q (R, N, H, D), k and v (R, N, G, D)."""
         arch = self.arch
-        x = x if arch.norm == "post" else self.attention_norm(x)
+        x = x if arch.norm == "post" else self.attention_norm.forward(x)
         heads = linear(x, self.qkv.weight).view(*x.shape[:-1], -1, arch.width)  # (R, N, H + 2 G, D)
         both, v = heads.split_with_sizes([arch.heads + arch.groups, arch.groups], -2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -145,14 +148,14 @@ class Block(nn.Module):
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
         """Everything after attention: the block's input x (R, N, dim) and what was attended to (R, N, H * D)."""
         if self.arch.norm == "post":
-            x = x + self.attention_norm(linear(attended, self.out.weight))
-            return x + self.ffn_norm(self.ffn(x))
+            x = x + self.attention_norm.forward(linear(attended, self.out.weight))
+            return x + self.ffn_norm.forward(self.ffn(x))
         x = x + linear(attended, self.out.weight)
-        return x + self.ffn(self.ffn_norm(x))
+        return x + self.ffn(self.ffn_norm.forward(x))
 
     def ffn(self, x: Tensor) -> Tensor:
         gate, up = linear(x, self.gate_up.weight).split_with_sizes([self.arch.ffn, self.arch.ffn], -1)
-        one = number(1.0) if x.device.type == "cpu" else 1
+        one = number(1.0) if x.is_cpu else 1
         gated = gate / (torch.exp(-gate) + one)  # F.silu rounds by place once threads share a tensor
         return linear(gated * up, self.down.weight)
 

@@ -220,6 +220,7 @@ def _grow_best(
     tokens, places = [level.tokens], [place]
     chances = [torch.full_like(root, torch.inf, dtype=torch.float32)[:, None]]  # the root is always kept
     widths, nodes = [1], 1  # expanded nodes a level, and nodes worth keeping
+    closed, narrow = _beyond(limits, branch, plan.width, device)
     for depth in range(1, plan.depth + 1):
         logits = expand(level)
         column, chance, _ = children(logits, depth, branch, draws, proposal)  # (B, W, k)
@@ -230,9 +231,7 @@ def _grow_best(
         if reached is not None:
             chance = chance + reached
         if limits is not None:
-            ranks = torch.arange(branch, device=device)
-            closed = (ranks >= limits.branch[:, None]) | (depth > limits.depth)[:, None]  # (B, k)
-            chance = chance.masked_fill(closed[:, None], -torch.inf)
+            chance = chance.masked_fill(closed | (depth > limits.depth)[:, None, None], -torch.inf)
         tokens.append(layout.tokens(column.flatten(1)))
         chances.append(chance.flatten(1))
         count = alive = widths[-1] * branch
@@ -244,8 +243,7 @@ def _grow_best(
         count = min(count, plan.width, alive)
         reached, best_of = chances[-1].topk(count, dim=-1)  # (B, W')
         if limits is not None:
-            narrow = torch.arange(count, device=device) >= limits.width[:, None]
-            reached = reached.masked_fill(narrow, -torch.inf)
+            reached = reached.masked_fill(narrow[:, :count], -torch.inf)
         reached = reached[..., None]
         level = Level(depth, tokens[-1].gather(1, best_of), best_of // branch)
         places.append(best_of + 1 + sum(widths[:-1]) * branch)
@@ -253,6 +251,14 @@ def _grow_best(
     joined = (torch.cat(parts, dim=1) for parts in (tokens, chances, places))
     pool = _Pool.of(tuple(widths), branch, device)
     return _keep(min(plan.nodes, nodes), len(widths), branch, pool, limits, *joined)
+
+
+def _beyond(limits: Limits | None, branch: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which ranks (B, 1, branch) and which nodes of a level (B, width) each tree must do without."""
+    if limits is None:
+        return torch.empty(0), torch.empty(0)
+    order = torch.arange(max(branch, width), device=device)
+    return order[:branch] >= limits.branch[:, None, None], order[:width] >= limits.width[:, None]
 
 
 def _keep(

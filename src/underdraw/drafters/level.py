@@ -6,6 +6,7 @@ grows on top of it and is forgotten. Subclasses say what one input looks like.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -181,6 +182,13 @@ class LevelSession(LastingDraft):
         return guided(self.net.logits(features), self.guidance)
 
 
+@functools.cache  # never forgotten, since captured passes read it
+def _own(width: int, device: torch.device) -> Tensor:
+    """Each of so many nodes sees itself."""
+    with torch.inference_mode(False):
+        return torch.eye(width, dtype=torch.bool, device=device)
+
+
 class Grower:
     """Answers one tree's levels: each node attends to the committed tokens and to its own ancestors."""
 
@@ -197,7 +205,7 @@ class Grower:
         rows, width = tokens.shape
         features = self.outputs.gather(1, parents[..., None].expand(-1, -1, self.outputs.shape[-1]))
         steps = (self.steps[:, None] + level.depth).expand(rows, width)
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(rows, width, width)
+        own = _own(width, tokens.device).expand(rows, width, width)
         if self.ancestors is None:
             self.ancestors = own
         else:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 Compile = Literal["auto", "on", "capture", "off"]
 KEPT = 2  # sets of buffers that are kept for the next picture, where nobody asks for more
 _WHOLE = 2**20  # slots, more than any cache has: a kernel that reads what is there may look at all of them
+_SMALL, _SPAN = 1024, 256  # slots of a cache that is always looked at as a whole; what larger ones are looked at in
 _COMPILED = 64  # shapes of one region before torch gives up compiling
 
 
@@ -127,7 +128,7 @@ class Graphs:
         quantum: int | None = None, tell: Callable[[str], None] = log.info,
     ) -> None:  # fmt: skip
         self.record, self.regions, self.kernel, self.smallest = record, regions, kernel, smallest
-        self.quantum, self.tell = quantum or (_WHOLE if kernel == "split" else 256), tell
+        self.quantum, self.tell = _WHOLE if kernel == "split" else quantum, tell
         self.most = KEPT
         self.kept: dict[Hashable, Captured] = {}
         self.told: set[int] = set()  # sizes that were announced
@@ -185,6 +186,7 @@ class Captured(Passes):
         super().__init__(session, draft, verifier, sampler, proposal, laws)
         self.graphs, self.target, self.lasting = graphs, session, draft
         sampler.look_ahead(sampler.seeds)
+        self.quantum = graphs.quantum or (_SPAN if session.stream.capacity > _SMALL else _WHOLE)
         self.runs: dict[Hashable, Recorded | None] = {}  # None: met once
         device = self.steps.device
         self.limits = torch.zeros(4, len(sampler), dtype=torch.int64, device=device)
@@ -208,7 +210,7 @@ class Captured(Passes):
             plan = envelope([p for p, alive in zip(wanted, live, strict=True) if alive]).rounded()
         size = padded_size(max(plan.nodes, self.graphs.smallest))
         own = self.graphs
-        frame = Frame(plan, size, self.proposal, own.quantum, own.regions, own.kernel)
+        frame = Frame(plan, size, self.proposal, self.quantum, own.regions, own.kernel)
         limits = self._limited(plans) if plan.depth else None
         kind = (self.target.fix(frame), self.lasting.fix(frame))
         free = floor or None in kind  # with a floor, the size of a tree depends on what the device finds

@@ -319,7 +319,8 @@ def measure(
         "attention": settings.kernel, "tuned": settings.tuned,
         "tokens": bench.shape.layout.stop - bench.shape.layout.start,
         "bytes_a_pass": read, "bandwidth_bytes_per_second": speed, "floor_ms": 1000 * read / speed,
-        "layouts_us": layouts(bench.target, 2 * settings.batch), "verify_ms": {}, "level_ms": {}, "replays": [],
+        "layouts_us": layouts(bench.target, 2 * settings.batch), "verify_ms": {}, "level_ms": {},
+        "replays": [], "profiles": {},
     }  # fmt: skip
     if device.type == "cuda" and settings.kernel == "auto":
         record["variants_ms"] = bench.variants()
@@ -328,8 +329,6 @@ def measure(
         record["attention"] = bench.graphs.kernel
     plain = bench.plain()
     record["plain"] = {**plain, "over_floor": plain["ms_per_token"] / record["floor_ms"]}
-    keep(record)
-    record["profiles"] = {str(size): bench.profile(size) for size in (1, 64)}
     keep(record)
     for trace, kind in traces:
         found = bench.replay(trace, kind)
@@ -348,4 +347,7 @@ def measure(
         tell("transformers, as it is")
         record["transformers"] = transformers_ms(settings.model, bench.shape, settings.placement, settings.batch)
         keep(record)
+    # Last of all, since kernels take longer to begin in a process that has been profiled.
+    record["profiles"] = {str(size): bench.profile(size) for size in (1, 64)}
+    keep(record)
     return record

@@ -16,7 +16,7 @@ from underdraw.engine.decode import decode
 from underdraw.engine.graphs import Graphs
 from underdraw.history import History, Step
 from underdraw.layout import Layout
-from underdraw.nn.linear import input_major
+from underdraw.nn.linear import arrange
 from underdraw.nn.rope import Rope
 from underdraw.nn.session import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
@@ -57,8 +57,9 @@ def target(
 ) -> DecoderTarget:
     net = Transformer(architecture or arch()).eval()
     randomise(net, seed, head)
-    input_major(net)
-    return DecoderTarget(net.to(device, dtype))
+    net = net.to(device, dtype)
+    arrange(net)
+    return DecoderTarget(net)
 
 
 def eagle(of: DecoderTarget, seed: int = 1, *, above: bool = False, layers: int = 1) -> Eagle:

@@ -14,7 +14,7 @@ import toy
 
 from underdraw.drafters.model import Model
 from underdraw.layout import Layout
-from underdraw.nn.linear import Linear, input_major
+from underdraw.nn.linear import Linear, PanelLinear, arrange, input_major
 from underdraw.nn.rope import Rope
 from underdraw.nn.session import DecoderSession, DecoderTarget
 from underdraw.nn.stream import Stream
@@ -50,6 +50,28 @@ def test_a_row_of_a_product_does_not_depend_on_the_other_rows(inputs: int, outpu
         for count in (1, 2, 3, 5, 7, 16, 21, 33, 64, 121, 128):
             assert torch.equal(layer(x[:count]), everything[:count]), count
             assert torch.equal(layer(x[-count:]), everything[-count:]), count
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 128), (512, 1536), (512, 2816), (688, 256), (1408, 512)])
+@torch.no_grad()
+def test_panels_give_the_bits_of_input_major_matrices(inputs: int, outputs: int) -> None:
+    """For any number of rows; and the state dict holds the matrix as it was."""
+    layer, other = (PanelLinear(inputs, outputs).requires_grad_(False) for _ in range(2))
+    other.load_state_dict(layer.state_dict())
+    before = layer.weight.clone()
+    arrange(layer)
+    input_major(other)
+    assert layer.weight.shape == (outputs // 32, inputs, 32)
+    assert torch.equal(layer.state_dict()["weight"], before)
+    x = torch.randn(128, inputs, generator=torch.Generator().manual_seed(0))
+    everything = other(x)
+    for count in (1, 2, 3, 5, 7, 16, 21, 33, 64, 121, 128):
+        assert torch.equal(layer(x[:count]), everything[:count]), count
+    with torch.enable_grad():
+        assert torch.allclose(layer(x), everything, atol=1e-4)
+    arrange(layer.to(torch.bfloat16))
+    assert layer.weight.shape == (outputs, inputs)
 
 
 ARCHES = {

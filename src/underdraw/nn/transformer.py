@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underdraw.errors import ConfigError
-from underdraw.nn.linear import Linear, linear
+from underdraw.nn.linear import Linear, PanelLinear, linear
 from underdraw.nn.number import number
 from underdraw.nn.rope import Rope, Turn, factors, rotate
 
@@ -114,10 +114,10 @@ class Block(nn.Module):
         super().__init__()
         self.arch, self.index = arch, index
         inner, shared = arch.heads * arch.width, arch.groups * arch.width
-        self.qkv = Linear(arch.dim, inner + 2 * shared, bias=False)
-        self.out = Linear(inner, arch.dim, bias=False)
-        self.gate_up = Linear(arch.dim, 2 * arch.ffn, bias=False)
-        self.down = Linear(arch.ffn, arch.dim, bias=False)
+        self.qkv = PanelLinear(arch.dim, inner + 2 * shared)
+        self.out = PanelLinear(inner, arch.dim)
+        self.gate_up = PanelLinear(arch.dim, 2 * arch.ffn)
+        self.down = PanelLinear(arch.ffn, arch.dim)
         skip = arch.norm == "pre_skip_first" and index == 0
         self.attention_norm = nn.Identity() if skip else RMSNorm(arch.dim, arch.norm_eps)
         self.ffn_norm = RMSNorm(arch.dim, arch.norm_eps)

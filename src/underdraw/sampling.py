@@ -266,7 +266,7 @@ def _short(values: Tensor) -> bool:
 def kth_largest(values: Tensor, k: int) -> Tensor:
     """The k-th largest number of each row: (..., K) -> (..., 1)."""
     if _short(values):
-        from underdraw.nn.select import kth_largest as at_once
+        from underdraw.largest import kth_largest as at_once
 
         return at_once(values, k)
     return values.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
@@ -279,7 +279,7 @@ def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     nothing.
     """
     if _short(scores):
-        from underdraw.nn.select import top
+        from underdraw.largest import top
 
         return top(scores, count)
     stripes, rest = divmod(scores.shape[-1], _HEIGHT)

@@ -148,7 +148,7 @@ def test_graphs_that_nobody_holds_do_not_spoil_a_capture() -> None:
 
 @pytest.mark.parametrize(("rows", "columns", "k"), [(1, 8192, 2000), (64, 16384, 1000), (3, 1000, 5), (2, 41, 40)])
 def test_selection_is_that_of_torch(rows: int, columns: int, k: int) -> None:
-    from underdraw.nn.select import kth_largest, top
+    from underdraw.largest import kth_largest, top
 
     scores = torch.randn(2, rows, columns, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     scores[..., ::7] = scores[..., :1]  # equal ones

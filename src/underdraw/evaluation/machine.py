@@ -41,19 +41,21 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the code that runs, with a + if it was changed since.
+    """The commit of the code that runs, with a + if it was changed since; None where there is no repository.
 
-    Where there is no repository, the variable UNDERDRAW_COMMIT says it, or else it is None.
+    The variable UNDERDRAW_COMMIT says it for code that was copied out of its repository.
     """
+    if told := os.environ.get("UNDERDRAW_COMMIT"):
+        return told
     folder = Path(underdraw.__file__).parent
     try:
-        told = [
+        found = [
             subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout
             for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no", "--", "."))
         ]
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("UNDERDRAW_COMMIT")
-    return told[0].strip() + ("+" if told[1].strip() else "")
+        return None
+    return found[0].strip() + ("+" if found[1].strip() else "")
 
 
 def _version(name: str) -> str | None:

@@ -16,7 +16,7 @@ import toy
 from underdraw.cli.app import main
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.engine.costs import measure, remember, remembered
+from underdraw.engine.costs import Costs, affordable, measure, remember, remembered
 from underdraw.engine.graphs import Direct, Graphs
 from underdraw.errors import ConfigError
 from underdraw.evaluation.engine import fastest
@@ -28,6 +28,7 @@ from underdraw.models.random import SHAPES, shape
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import TreePlan
+from underdraw.policies.adjacency import Adjacency
 from underdraw.registry import policies
 from underdraw.sampling import Sampler
 
@@ -169,3 +170,18 @@ def test_the_fastest_way_to_attend() -> None:
     times = {"compiled, fused": {"1": 5.0, "64": 6.0}, "compiled, split": {"1": 4.0, "64": 6.5}}
     assert fastest(times) == "split"
     assert fastest({**times, "compiled, split": {"error": "no triton"}}) == "fused"
+
+
+@pytest.mark.parametrize(
+    ("plain", "level", "large", "deepest", "nodes"),
+    [(4.8, 0.41, 5.9, 6, 64), (0.9, 0.26, 1.4, 3, 16), (4.8, 0.1, 5.9, 10, 64), (1.0, 0.9, 1.1, 1, 64)],
+)
+def test_trees_are_as_large_and_deep_as_pays(
+    plain: float, level: float, large: float, deepest: int, nodes: int
+) -> None:
+    """A level takes less of a plain pass than its chance to be reached, 0.7 to the power of its depth."""
+    costs = Costs(plain, plain, 0.0, level, ((1, plain), (16, plain), (64, large)), ((1, level), (12, level)))
+    policy = affordable(costs)
+    assert isinstance(policy, Adjacency)
+    assert (policy.d_max, policy.nodes) == (deepest, nodes)
+    assert policy.d_min <= policy.depth <= policy.d_max

@@ -37,6 +37,7 @@ _CAPTURED = 5  # passes until the pass of one kind is replayed: prompt, first, c
 _SIZES = (8, 16, 32, 64, 128)
 _WIDTHS = (1, 4, 12)
 WORTH = 1.25  # a tree may make a pass so many times as long as a plain one
+REACHED = 0.7  # chance that a level's best node is accepted if the one above it was, as measured with the tiny model
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,16 @@ def known_costs(
 
 
 def affordable(costs: Costs) -> TreePolicy:
-    """Adjacent trees of the largest size that hardly lengthens a pass, out of a finite set of plans."""
+    """Adjacent trees of the largest size that hardly lengthens a pass, as deep as levels are worth drafting.
+
+    A level is worth its time if the share of a plain pass that it takes is less than its chance to be reached.
+    """
     nodes = max((size for size, spent in costs.curve if spent <= WORTH * costs.plain and size >= 16), default=16)
-    return Adjacency(init="both", nodes=nodes)
+    level = max((spent for _, spent in costs.levels), default=costs.level) / costs.plain
+    usual = Adjacency()
+    deepest = next((depth for depth in range(usual.d_max, 1, -1) if REACHED**depth >= level), 1)
+    least, first = min(usual.d_min, deepest), min(usual.depth, deepest)
+    return Adjacency(init="both", nodes=nodes, d_min=least, depth=first, d_max=deepest)
 
 
 def remembered(key: Sequence[object], folder: Path | None = None) -> Costs | None:

@@ -33,8 +33,8 @@ def commands(pack: Path, drafter: str, pictures: Path, batch: int) -> dict[str, 
             "underdraw", "evaluate", "subjects", *given, *parts, "--batch", str(batch),
             "--out", f"{RESULTS}/subjects.json", "--sheet", str(pictures / "subjects.png"),
         ],
-        "targets": ["underdraw.evaluation.targets", *common, "--out", "benchmarks/results/targets"],
-        "figures": ["underdraw", "plot", "benchmarks/results/targets"],
+        "targets": ["underdraw.evaluation.targets", *common, "--out", "benchmarks/results/targets/cpu"],
+        "figures": ["underdraw", "plot", "benchmarks/results/targets/cpu"],
         **{page: ["underdraw", "plot", "--page", page] for page in PAGES},
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What a target pass costs by the number of nodes, on this machine: `python benchmarks/passes.py [MODEL]`.
+"""What a target pass costs by the number of nodes, on this machine: `python benchmarks/passes.py`.
 
 The passes are those of a half-finished picture with guidance. The least and the median of several are shown: a busy
 machine moves the median.
@@ -6,8 +6,8 @@ machine moves the median.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 
 import torch
@@ -16,12 +16,17 @@ from underdraw.loading import load_model, placement
 from underdraw.models.checkpoint import open_checkpoint
 from underdraw.tree import chain
 
-NODES, TIMES = (1, 4, 8, 12, 16, 24, 32, 48, 64), 15
+NODES = (1, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
 @torch.inference_mode()
 def main() -> None:
-    model = load_model(open_checkpoint(sys.argv[1] if len(sys.argv) > 1 else "tiny"), placement("cpu", "auto"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--nodes", type=int, nargs="+", default=NODES)
+    parser.add_argument("--times", type=int, default=15, help="passes of each size")
+    given = parser.parse_args()
+    model = load_model(open_checkpoint(given.model), placement("cpu", "auto"))
     size = model.sizes[0]
     layout, target = model.layout(size), model.target
     session = target.open([model.prompt("a ghost", None, size)], layout, guidance=model.settings.guidance)
@@ -32,10 +37,10 @@ def main() -> None:
     counts = [steps.shape[1]] * rows
     session.stream.extend(target.net.embed(drawn), rotation, torch.tensor(counts), counts)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {model.placement.dtype}, {rows} rows")
-    for count in NODES:
+    for count in given.nodes:
         tree = chain(torch.randint(layout.codes.start, layout.codes.stop, (1, count)))
         seconds = []
-        for _ in range(TIMES):
+        for _ in range(given.times):
             began = time.perf_counter()
             session.run(tree, torch.tensor([half]))
             seconds.append(time.perf_counter() - began)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache  # never forgotten, since captured passes read these tensors
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A small tensor that is made once, so that no step waits for a copy to the device."""
     return torch.tensor(values, dtype=dtype, device=device)

@@ -31,7 +31,8 @@ _BLOCK = 64  # columns that `first_best` looks at together
 _AHEAD = 16  # steps whose noise is drawn together
 _CHUNK = 16  # nodes whose scores stay in a processor's cache
 _SHORT = 2**14  # columns that one processor of a GPU holds at once
-_PART = 256  # steps whose noise is drawn together when all of it is
+_FEW = 16  # best scores that are looked for one after the other
+_TOGETHER = 2**22  # numbers of noise that are drawn together when all of it is
 AHEAD = 2**29  # bytes of noise that may be drawn ahead
 # The additive constant and multipliers of the splitmix64 generator, as signed 64-bit integers.
 _GAMMA, _MULTIPLY_1, _MULTIPLY_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
@@ -104,7 +105,7 @@ class Sampler:
     def copy(self) -> Sampler:
         """The same settings with seeds of its own."""
         other = copy.copy(self)
-        other.seeds = self.seeds.clone()
+        other.seeds, other.ahead = self.seeds.clone(), None
         return other
 
     def look_ahead(self, seeds: Tensor) -> None:
@@ -120,7 +121,8 @@ class Sampler:
         if self.ahead is None:
             self.ahead = torch.empty(len(self), layout.steps, layout.columns, device=self.device)
         order = torch.arange(layout.steps, device=self.device).expand(len(self), -1)
-        for part, steps in zip(self.ahead.split(_PART, dim=1), order.split(_PART, dim=1), strict=True):
+        count = max(1, _TOGETHER // (len(self) * layout.columns))
+        for part, steps in zip(self.ahead.split(count, dim=1), order.split(count, dim=1), strict=True):
             part.copy_(gumbel(self.seeds, steps, layout.columns))
 
     @property
@@ -260,7 +262,8 @@ def _triton() -> bool:
 
 def _short(values: Tensor) -> bool:
     """True for rows that a kernel of our own looks at as a whole."""
-    return values.device.type == "cuda" and values.shape[-1] <= _SHORT and _triton()
+    fits = values.dtype == torch.float32 and values.shape[-1] <= _SHORT
+    return fits and values.device.type == "cuda" and _triton()
 
 
 def kth_largest(values: Tensor, k: int) -> Tensor:
@@ -278,7 +281,7 @@ def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     The best lie in the `count` stripes with the highest maxima; only those are looked at closely. Columns of -inf mean
     nothing.
     """
-    if _short(scores):
+    if count <= _FEW and _short(scores):
         from underdraw.largest import top
 
         return top(scores, count)

@@ -191,7 +191,7 @@ class _Pool:
     parents: Tensor  # (P,) which expanded node is the parent, counted over all levels; the root is its own
 
     @classmethod
-    @functools.lru_cache(maxsize=4096)
+    @functools.cache  # never forgotten, since captured passes read these tensors
     def of(cls, widths: tuple[int, ...], branch: int, device: torch.device) -> _Pool:
         level = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths))  # of each expanded node
         root = torch.zeros(1, dtype=torch.int64)
@@ -227,7 +227,8 @@ def _grow_best(
         if proposal == "coupled" and calibration is not None:
             chance = calibration.log_chance(chance, forcing=layout.row_end is not None)
         elif proposal == "coupled":
-            chance = draws.level_scaled(logits, depth).log_softmax(-1).gather(-1, column)
+            likely = draws.level_scaled(logits, depth).log_softmax(-1).gather(-1, column)
+            chance = likely.masked_fill(chance == -torch.inf, -torch.inf)  # where the column means nothing
         if reached is not None:
             chance = chance + reached
         if limits is not None:
@@ -314,7 +315,7 @@ class _ShapeLevel:
     inner_slots: Tensor  # (m,) their parents' places in this frontier
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache  # never forgotten, since captured passes read these tensors
 def _shape_levels(parents: tuple[int, ...], device: torch.device) -> tuple[_ShapeLevel, ...]:
     shape, frontier, levels = Shape.of(parents), [0], []
     for nodes in shape.levels[1:]:

@@ -48,7 +48,7 @@ def test_presets_as_documented(name: str) -> None:
     (words,) = [w for w in commands(PAGE) if w[0] == "bench" and "--preset" in w and w[w.index("--preset") + 1] == name]
     known = set(re.findall(r"--[a-z-]+", call("bench", "--help").out))
     assert {word for word in words if word.startswith("--")} <= known
-    assert words[words.index("--out") + 1] == f"benchmarks/results/{name}"
+    assert words[words.index("--out") + 1] == f"benchmarks/results/{name}/cpu"
     assert len(load_prompts(str(ROOT / words[words.index("--prompts") + 1]))) >= min(64, PRESETS[name].prompts or 64)
 
 

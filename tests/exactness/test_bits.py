@@ -198,3 +198,16 @@ def test_guidance() -> None:
     guided = DecoderSession(of, prompts, toy.PLAIN, 3.0).first.logits
     assert torch.allclose(guided, uncond + 3.0 * (cond - uncond), atol=1e-5)
     assert DecoderSession(of, prompts, toy.PLAIN, 1.0).stream.length.shape == (1,)
+
+
+def test_weights_can_be_loaded_into_panels() -> None:
+    """A checkpoint holds plain matrices; a net that is arranged already takes them up and stays arranged."""
+    first, second = (toy.target(seed=seed).net for seed in (1, 2))
+    for net in (first, second):
+        arrange(net)
+    assert first.blocks[0].qkv.weight.ndim == 3  # type: ignore[union-attr]
+    second.load_state_dict(first.state_dict())
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+    input_major(second)
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())

@@ -15,11 +15,12 @@ import toy
 from torch import Tensor
 
 from underdraw.calibration import Calibration
-from underdraw.drafters.eagle import EagleSession
+from underdraw.drafters.eagle import ABOVE, EagleSession, above_tokens
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.drafters.model import Model
 from underdraw.drafters.neighbour import Neighbour
 from underdraw.layout import Layout
+from underdraw.nn.rope import Raster, Rope
 from underdraw.policies.confidence import Confidence
 from underdraw.policies.fixed import Chain, NoTree
 from underdraw.protocols import Opening, Prompt, Request
@@ -150,3 +151,35 @@ def test_calibration_finds_what_made_the_errors() -> None:
     chance = fitted.log_chance(best, forcing=False).exp()
     for rank in range(3):
         assert abs(chance[:, rank].mean() - (ranks == rank).double().mean()) < 0.01
+
+
+@pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
+def test_rotations_are_looked_up_as_they_are_computed(layout: Layout) -> None:
+    rope = Rope((2, 3, 3))
+    offset = torch.tensor([5, 9])
+    table = Raster(rope, layout, offset)
+    steps = torch.arange(layout.start, layout.steps).expand(2, -1)
+    for moved in (0, 4):
+        offset.add_(moved)
+        table.fill()
+        assert torch.equal(table(steps), rope.raster(layout, steps, offset))
+    ends = torch.tensor([[-3, layout.steps + 7]]).expand(2, -1)
+    assert torch.equal(table(ends), table(ends.clamp(0, layout.steps - 1)))
+
+
+@pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
+def test_tokens_above_by_hand(layout: Layout) -> None:
+    """Every cell's neighbours above and above-right, as far as they come before the root."""
+    known = torch.arange(100, 100 + layout.steps)[None]
+    root = layout.step(1, 1)
+    steps = torch.arange(-2, layout.steps + 3)[None]
+    found = above_tokens(known, layout, steps, torch.tensor([root]), 1)[0].tolist()
+    for step, pair in zip(steps[0].tolist(), found, strict=True):
+        cell = layout.cell(step)
+        for (down, right), token in zip(ABOVE, pair, strict=True):
+            row, col = (cell[0] + down, cell[1] + right) if cell is not None else (-1, -1)
+            inside = row >= 0 and 0 <= col < layout.width and layout.step(row, col) <= root
+            if cell is not None:
+                assert token == (100 + layout.step(row, col) if inside else -1), (step, down, right)
+            elif step < layout.start:
+                assert token == -1

@@ -11,6 +11,7 @@ from scipy import stats
 from tables import law
 from torch import Tensor
 
+from underdraw import sampling
 from underdraw.layout import Layout
 from underdraw.sampling import Sampler, best
 
@@ -172,3 +173,25 @@ def test_ties_are_broken_alike_however_many_rows_there_are(device: str, columns:
 def test_top_p_cuts_ties_alike_however_many_rows_there_are(device: str, columns: int) -> None:
     sampler = Sampler(Layout(2, 2, range(columns)), [0], top_p=0.8, device=device)
     check_rows(lambda logits: scaled(sampler, logits[0])[None].isfinite(), tied(columns, device))
+
+
+@pytest.mark.parametrize("layout", [PLAIN, ROW_ENDS], ids=["plain", "row-ends"])
+def test_noise_drawn_ahead_is_that_of_every_step(layout: Layout) -> None:
+    """Also after other seeds have come into the same tensor; past the last step it is anything."""
+    sampler = Sampler(layout, [3, 4])
+    for seeds in ([3, 4], [7, 9]):
+        fresh = Sampler(layout, seeds)
+        sampler.look_ahead(fresh.seeds)
+        roots = torch.tensor([layout.start, layout.steps - 4])
+        ahead, drawn = sampler.draws(roots, 3).noise, fresh.draws(roots, 3).noise
+        assert ahead is not None and drawn is not None and torch.equal(ahead, drawn)
+    beyond = sampler.draws(torch.tensor([layout.steps - 2] * 2), 4)
+    assert beyond.noise is not None and beyond.noise.shape[:2] == (2, 4)
+    assert sampler.copy().ahead is None
+
+
+def test_too_much_noise_is_not_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "AHEAD", 700)
+    sampler = Sampler(PLAIN, [3])
+    sampler.look_ahead(sampler.seeds)
+    assert sampler.ahead is None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 Examples:
 
-underdraw bench --preset paper-main --prompts benchmarks/prompts128.txt --out benchmarks/results/paper-main
+underdraw bench --preset paper-main --prompts benchmarks/prompts128.txt --out benchmarks/results/paper-main/cpu
 
 underdraw bench --prompts prompts.txt --tree adjacency --tree confidence:depth=5 --temperature 1 --out run
 

@@ -21,7 +21,7 @@ def loaded(pipe: Pipeline, seconds: float) -> dict[str, Any]:
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for part in parts
         if isinstance(part, torch.nn.Module)
-        for tensor in part.state_dict().values()
+        for tensor in (*part.parameters(), *part.buffers())
     }
     return {
         "seconds": round(seconds, 3),

@@ -37,7 +37,7 @@ _CAPTURED = 5  # passes until the pass of one kind is replayed: prompt, first, c
 _SIZES = (8, 16, 32, 64, 128)
 _WIDTHS = (1, 4, 12)
 WORTH = 1.25  # a tree may make a pass so many times as long as a plain one
-REACHED = 0.7  # chance that a level's best node is accepted if the one above it was, as measured with the tiny model
+REACHED = 0.7  # chance that a level's best node is accepted if the one above it was: see the statistics of docs/lab.md
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,9 +141,10 @@ class Graphs:
         )  # fmt: skip
 
     @property
-    def kinds(self) -> int:
-        """How many kinds of passes were met by what is kept."""
-        return sum(len(passes.runs) for passes in self.kept.values())
+    def kinds(self) -> tuple[int, int]:
+        """How many kinds of passes were met by what is kept, and how many of them are captured."""
+        runs = [run for passes in self.kept.values() for run in passes.runs.values()]
+        return len(runs), sum(run is not None for run in runs)
 
     def announce(self, size: int) -> None:
         """Say that a size of passes is compiled, once."""

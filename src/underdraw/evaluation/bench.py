@@ -32,7 +32,7 @@ from underdraw.pipeline import Pipeline
 from underdraw.registry import drafters, parse
 
 WARM = 6  # passes of every method before anything is measured
-_ROUNDS = 3  # pictures of every method at most before that, where passes are captured
+_ROUNDS = 8  # pictures of every method at most before that, where passes are captured
 _TREES = ("confidence:depth=2,top_k=1,nodes=3", "confidence:depth=8,top_k=1,nodes=9", "confidence:depth=2,nodes=59")
 _CHAINS = ("chain:depth=4", "chain:depth=24")
 STUDIED = 4  # prompts whose laws are kept, by drawing them once more with plain autoregression
@@ -86,7 +86,7 @@ class Bench:
         self.pipes = {name: _drafting(pipe, name) for name in names}
         self.verifiers = {method.verifier: self._verifier(method) for method in methods}
         self.timed = {
-            name: Timed(own.drafter, Clock(own.device), captured=own.graphs is not None)
+            name: Timed(own.drafter, Clock(own.device, captured=own.graphs is not None))
             for name, own in self.pipes.items()
         }  # fmt: skip
         for own in self.pipes.values():
@@ -175,14 +175,14 @@ class Bench:
         return parse(self.pipes[method.drafter].drafter_name).name in drafters.names()
 
     def _warm(self, method: Method, temperature: float) -> None:
-        """Draw a few passes, or, where passes are captured, pictures until no more kinds of passes are met."""
+        """Draw a few passes, or, where passes are captured, pictures until nothing new is met or captured."""
         graphs = self.pipes[method.drafter].graphs
         if graphs is None:
             self.draw(method, Key(method.name, temperature, 0, 0), passes=WARM)
             return
-        for prompt in range(min(_ROUNDS, len(self.plan.prompts))):
+        for count in range(_ROUNDS):
             before = graphs.kinds
-            self.draw(method, Key(method.name, temperature, prompt, 0))
+            self.draw(method, Key(method.name, temperature, count % len(self.plan.prompts), 0))
             if graphs.kinds == before:
                 break
 
@@ -201,7 +201,9 @@ class Bench:
             for temperature in self.plan.temperatures:
                 self._warm(method, temperature)
         known = about(self.model.placement.device)
-        store.begin({"machine": known, "costs": store.about.get("costs") or self.costs()})
+        costs = store.about.get("costs") or {}
+        wanted = {" ".join(kind(method.record())) for method in (AR, *self.plan.methods)}
+        store.begin({"machine": known, "costs": costs if wanted <= set(costs) else self.costs()})
         for method, key in todo:
             drawn = self.draw(method, key)
             cells = self._cells(drawn, key) if key.repeat == 0 else None

@@ -79,7 +79,7 @@ def _least_squares(rows: Sequence[Row]) -> NDArray[np.float64]:
     """
     terms, seconds = _terms(rows), np.array([row["seconds"] for row in rows])
     costs = np.zeros(terms.shape[1])
-    costs[0] = np.mean([row["prompt_seconds"] for row in rows])
+    costs[0] = np.mean([row.get("prompt_seconds", 0.0) for row in rows])  # older rows do not say
     left = (seconds - costs[0]) / seconds
     terms /= seconds[:, None]
     active = np.asarray(terms.any(axis=0), dtype=np.bool_)

@@ -17,7 +17,8 @@ HEAD = (
 LEGEND = (
     "SR: speed-up over plain AR on the same prompt in the same turn, the median, and its 10th to 90th percentile. "
     "tau: tokens a pass. d: mean depth of the trees. nodes: nodes checked a pass. drafting: the drafter's share of the "
-    "time. memory: the most that was held. equal codes, equal images: agreement with plain AR of the same seed. "
+    "time. memory: the most that was held, on a GPU with the buffers of all methods. equal codes, equal images: "
+    "agreement with plain AR of the same seed. "
     "MMD (p): distance of the codes from plain AR's, and the p-value of the hypothesis that they have one law."
 )
 COSTS = (

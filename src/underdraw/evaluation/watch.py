@@ -5,6 +5,7 @@ The drafter is wrapped, the loop is not touched: the same calls with the same ar
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Hashable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 from underdraw.nn.lasting import Frame, LastingDraft
 from underdraw.protocols import Drafter, DrafterSession, Opening, Outcome, Prompt, Request
@@ -29,15 +31,21 @@ class Clock:
     again.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, 0.0
+    def __init__(self, device: torch.device, *, captured: bool = False) -> None:
+        self.device, self.captured, self.seconds = device, captured, 0.0
+        self._options = {"enable_timing": True, **({"external": True} if captured else {})}
         self._events: dict[str, list[Any]] = {}
+        known = inspect.signature(torch.cuda.Event.__new__).parameters
+        if captured and device.type == "cuda" and "external" not in known:
+            raise ConfigError(
+                f"torch {torch.__version__} cannot measure time inside captured passes; use torch 2.8 or newer."
+            )
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         if self.device.type == "cuda":
             if name not in self._events:
-                self._events[name] = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
+                self._events[name] = [torch.cuda.Event(**self._options) for _ in range(2)]
             began, ended = self._events[name]
             began.record()
             yield
@@ -55,16 +63,16 @@ class Clock:
 
 
 class Timed:
-    """A drafter that keeps time, also where its passes are `captured`."""
+    """A drafter that keeps time, also where its passes are captured."""
 
-    def __init__(self, drafter: Drafter, clock: Clock, *, captured: bool = False) -> None:
-        self.drafter, self.clock, self.captured = drafter, clock, captured
+    def __init__(self, drafter: Drafter, clock: Clock) -> None:
+        self.drafter, self.clock = drafter, clock
 
     def open(
         self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float
     ) -> TimedSession | TimedLasting:
         session = self.drafter.open(prompts, layout, first, guidance=guidance)
-        if self.captured and isinstance(session, LastingDraft):
+        if self.clock.captured and isinstance(session, LastingDraft):
             return TimedLasting(session, self.clock)
         return TimedSession(session, self.clock)
 

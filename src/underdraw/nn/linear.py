@@ -70,6 +70,13 @@ class PanelLinear(Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight"] = flat(destination[prefix + "weight"])
 
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        panels = self.weight.ndim == 3
+        self.weight.data = flat(self.weight.data)
+        super()._load_from_state_dict(*arguments)
+        if panels:
+            arrange(self)
+
 
 def arrange(module: nn.Module) -> None:
     """Store matrices as their device multiplies best: output-major on a GPU, input-major or in panels on a CPU."""
@@ -81,7 +88,7 @@ def arrange(module: nn.Module) -> None:
         if not weight.is_cpu:
             layer.weight.data = weight.contiguous()
         elif isinstance(layer, PanelLinear) and weight.dtype == torch.float32 and outputs % PANEL == 0:
-            layer.weight.data = weight.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
+            layer.weight.data = weight.reshape(-1, PANEL, inputs).transpose(1, 2).contiguous()
         else:
             layer.weight.data = weight.t().contiguous().t()
 
@@ -90,4 +97,4 @@ def input_major(module: nn.Module) -> None:
     """Store every matrix of the module's Linear layers input-major, in place: same values, other strides."""
     for layer in module.modules():
         if isinstance(layer, Linear):
-            layer.weight.data = layer.weight.data.t().contiguous().t()
+            layer.weight.data = flat(layer.weight.data).t().contiguous().t()

@@ -33,7 +33,7 @@ from underdraw.registry import drafters, parse
 
 WARM = 6  # passes of every method before anything is measured
 _ROUNDS = 8  # pictures of every method at most before that, where passes are captured
-_TREES = ("confidence:depth=2,top_k=1,nodes=3", "confidence:depth=8,top_k=1,nodes=9", "confidence:depth=2,nodes=59")
+_TREES = ("confidence:depth=5,top_k=1,nodes=6", "confidence:depth=3,nodes=59", "confidence:depth=7,nodes=59")
 _CHAINS = ("chain:depth=4", "chain:depth=24")
 STUDIED = 4  # prompts whose laws are kept, by drawing them once more with plain autoregression
 COLUMNS = ("accepted", "depth", "width", "rank", "tree")  # of a history, that cells.jsonl keeps
@@ -203,7 +203,8 @@ class Bench:
         known = about(self.model.placement.device)
         costs = store.about.get("costs") or {}
         wanted = {" ".join(kind(method.record())) for method in (AR, *self.plan.methods)}
-        store.begin({"machine": known, "costs": costs if wanted <= set(costs) else self.costs()})
+        fresh = not wanted <= set(costs)
+        store.begin({"machine": known, "costs": self.costs() if fresh else costs})
         for method, key in todo:
             drawn = self.draw(method, key)
             cells = self._cells(drawn, key) if key.repeat == 0 else None
@@ -213,6 +214,8 @@ class Bench:
                 self._keep_picture(drawn, store.folder / picture_name(key.temperature))
             store.append(row, cells)
             noted(key)
+        if fresh:  # a machine may have become slower or faster meanwhile
+            store.begin({"costs": _mean(store.about["costs"], self.costs())})
         return len(todo)
 
     def _cells(self, drawn: Drawn, key: Key) -> dict[str, Any]:
@@ -251,6 +254,14 @@ def _drafting(pipe: Pipeline, name: str) -> Pipeline:
     if name == "auto" or (name == "trained" and not pipe.model.drafters):
         return pipe
     return Pipeline(pipe.model, drafter=pipe.model.drafters[0].name if name == "trained" else name)
+
+
+def _mean(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Costs of each kind of pass, halfway between two measurements."""
+    return {
+        name: {part: round((value + after[name][part]) / 2, 4) for part, value in costs.items()}
+        for name, costs in before.items()
+    }
 
 
 def _figures(drawn: Drawn) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Does time follow from passes, nodes and levels? Predictions of a straight line against the clock.
 
-Two lines are tried: the costs that were measured before the run, on pictures with other trees, and costs fitted to the
+Two lines are tried: costs measured before and after the run on pictures with other trees, and costs fitted to the
 pictures of every other prompt, which then predict the pictures in between. Knows no model and no torch.
 """
 

@@ -25,7 +25,7 @@ COSTS = (
     "method",
     "T",
     "measured s",
-    "predicted / measured (costs measured before)",
+    "predicted / measured (costs measured apart)",
     "predicted / measured (held-out fit)",
 )
 

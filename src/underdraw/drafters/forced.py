@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from underdraw.layout import Layout
-from underdraw.nn.lasting import Frame, LastingDraft
-from underdraw.protocols import Opening, Outcome, Prompt, Request
+from underdraw.nn.lasting import LastingDraft
+from underdraw.protocols import Opening, Prompt, Request
 from underdraw.tree import DraftTree, chain, only_root
 
 
@@ -31,15 +31,3 @@ class ForcedSession(LastingDraft):
         tokens = torch.stack([request.root, torch.full_like(request.root, self.layout.row_end)], dim=1)
         room = 1 if request.limits is None else request.limits.depth.clamp(max=1)
         return chain(tokens, self.layout.forced(request.steps + 1) * room)
-
-    def commit(self, outcome: Outcome) -> None:
-        pass
-
-    def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
-        return True
-
-    def fix(self, frame: Frame) -> Hashable | None:
-        return ()
-
-    def note(self, known: tuple[int, ...]) -> None:
-        pass

@@ -10,7 +10,7 @@ drawn; its q is 1.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.nn.lasting import Frame, LastingDraft
+from underdraw.nn.lasting import LastingDraft
 from underdraw.plan import MAX_NODES
 from underdraw.protocols import Opening, Outcome, Prompt, Request
 from underdraw.tree import DraftTree, Proposal, chain
@@ -62,12 +62,6 @@ class JacobiSession(LastingDraft):
         if self.drawn is not None:
             self.drawn.valid.fill_(False)
         return True
-
-    def fix(self, frame: Frame) -> Hashable | None:
-        return ()
-
-    def note(self, known: tuple[int, ...]) -> None:
-        pass
 
     def draft(self, request: Request) -> DraftTree:
         self.steps, self.proposal = request.steps, request.proposal

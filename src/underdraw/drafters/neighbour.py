@@ -6,7 +6,7 @@ Each source is a vote for one code with a weight; the votes over a thin uniform 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from underdraw.calibration import Calibration
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.nn.lasting import Frame, LastingDraft
+from underdraw.nn.lasting import LastingDraft
 from underdraw.protocols import Opening, Outcome, Prompt, Request
 from underdraw.tree import DraftTree, Level, grow
 
@@ -56,12 +56,6 @@ class NeighbourSession(LastingDraft):
         self.known.fill_(-1)
         self.follows.fill_(-1)
         return True
-
-    def fix(self, frame: Frame) -> Hashable | None:
-        return ()
-
-    def note(self, known: tuple[int, ...]) -> None:
-        pass
 
     def draft(self, request: Request) -> DraftTree:
         self.steps = request.steps

@@ -6,7 +6,7 @@ after the very tokens of the plain picture, so that one difference does not make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,11 +20,11 @@ from underdraw.engine.decode import decode
 from underdraw.engine.graphs import Graphs
 from underdraw.history import History
 from underdraw.layout import Layout
-from underdraw.nn.lasting import Frame, LastingDraft
+from underdraw.nn.lasting import LastingDraft
 from underdraw.nn.session import DecoderTarget
 from underdraw.plan import MAX_NODES, TreePlan
 from underdraw.policies.fixed import NoTree
-from underdraw.protocols import Drafter, Opening, Outcome, Prompt, Request, TreePolicy, Verifier
+from underdraw.protocols import Drafter, Opening, Prompt, Request, TreePolicy, Verifier
 from underdraw.sampling import Draws, Sampler
 from underdraw.tree import DraftTree, Proposal, Verdict, chain
 from underdraw.verifiers.exact import Exact
@@ -64,18 +64,6 @@ class Following(LastingDraft):
         steps = request.steps[:, None] + torch.arange(request.plan.depth + 1, device=request.steps.device)
         tokens = self.known.tokens.gather(1, steps).scatter(1, torch.zeros_like(steps[:, :1]), request.root[:, None])
         return chain(tokens, None if request.limits is None else request.limits.depth)
-
-    def commit(self, outcome: Outcome) -> None:
-        pass
-
-    def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
-        return True
-
-    def fix(self, frame: Frame) -> Hashable | None:
-        return ()
-
-    def note(self, known: tuple[int, ...]) -> None:
-        pass
 
 
 @torch.inference_mode()

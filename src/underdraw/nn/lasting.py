@@ -43,14 +43,20 @@ class Lasting(ABC):
 
 
 class LastingDraft(Lasting):
-    """A session of a drafter."""
+    """A session of a drafter. One that keeps nothing between passes has only to draft."""
 
-    @abstractmethod
     def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
         """Start with new prompts in the same tensors; False if they do not fit."""
+        return True
+
+    def fix(self, frame: Frame) -> Hashable | None:
+        return ()
+
+    def note(self, known: tuple[int, ...]) -> None:
+        return None
 
     @abstractmethod
     def draft(self, request: Request) -> DraftTree: ...
 
-    @abstractmethod
-    def commit(self, outcome: Outcome) -> None: ...
+    def commit(self, outcome: Outcome) -> None:
+        return None

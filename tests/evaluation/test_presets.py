@@ -112,7 +112,9 @@ def test_the_page_of_experiments_is_made_from_the_results(tmp_path: Path) -> Non
     page = ROOT / "docs" / "experiments.md"
     text = page.read_text()
     for name in PRESETS:
-        assert f"--preset {name} " in text and f"<!-- results: ../benchmarks/results/{name} -->" in text
+        assert f"--preset {name} " in text
+        for device in ("cpu", "h200"):
+            assert f"<!-- results: ../benchmarks/results/{name}/{device} -->" in text
     before = page.stat().st_mtime_ns
     done = call("plot", "--page", page, "--json")
     assert done.code == 0 and done.record["changed"] is False and page.stat().st_mtime_ns == before

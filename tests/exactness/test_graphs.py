@@ -161,9 +161,9 @@ def test_prompts_are_not_compiled() -> None:
     """Their lengths differ, and compiling takes seconds."""
     of, sizes = toy.target(), set()
 
-    def leave(block: Block, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def leave(block: Block, norm: torch.nn.Module, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         sizes.add(x.shape[1])
-        return block.after(x, attended)
+        return PLAIN.leave(block, norm, x, attended)
 
     kept = graphs(regions=replace(PLAIN, leave=leave))
     for own in (toy.eagle(of, above=True), toy.block(of)):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from underdraw.nn.rope import Turn, factors
 from underdraw.nn.transformer import Block, Transformer
@@ -33,9 +33,9 @@ def between(
     return x, enter(after, x, turn, keys, values, slots)
 
 
-def leave(block: Block, x: Tensor, attended: Tensor) -> Tensor:
-    """What follows the last attention."""
-    return block.after(x, attended)
+def leave(block: Block, norm: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
+    """What follows the last attention, the final norm included."""
+    return norm.forward(block.after(x, attended))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Regions:
 
     enter: Callable[..., Tensor] = enter
     between: Callable[..., tuple[Tensor, Tensor]] = between
-    leave: Callable[[Block, Tensor, Tensor], Tensor] = leave
+    leave: Callable[[Block, nn.Module, Tensor, Tensor], Tensor] = leave
 
 
 PLAIN = Regions()
@@ -68,4 +68,4 @@ def through(net: Transformer, x: Tensor, rotation: Tensor, caches: Caches, regio
     for layer, (block, after) in enumerate(pairwise(blocks)):
         places = caches.keys[layer + 1], caches.values[layer + 1], caches.slots
         x, q = regions.between(block, after, x, caches.attend(layer, q), turn, *places)
-    return net.norm(regions.leave(blocks[-1], x, caches.attend(len(blocks) - 1, q)))
+    return regions.leave(blocks[-1], net.norm, x, caches.attend(len(blocks) - 1, q))

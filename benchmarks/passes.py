@@ -33,9 +33,8 @@ def main() -> None:
     rows, half = len(session.lengths), layout.start + layout.cells // 2
     steps = torch.arange(layout.start, half).expand(rows, -1)
     drawn = torch.randint(layout.codes.start, layout.codes.stop, (1, steps.shape[1])).expand(rows, -1)
-    rotation = target.net.arch.rope.raster(layout, steps, session.offset)
     counts = [steps.shape[1]] * rows
-    session.stream.extend(target.net.embed(drawn), rotation, torch.tensor(counts), counts)
+    session.stream.extend(target.net.embed(drawn), session.raster(steps), torch.tensor(counts), counts)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {model.placement.dtype}, {rows} rows")
     for count in given.nodes:
         tree = chain(torch.randint(layout.codes.start, layout.codes.stop, (1, count)))

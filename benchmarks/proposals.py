@@ -87,9 +87,9 @@ def fit(
     tokens = torch.stack([torch.from_numpy(h.tokens) for h in histories])  # (B, steps)
     session = target.open([Prompt((0, 1 + i % 7)) for i in range(images)], LAYOUT, guidance=1.0)
     steps = torch.arange(tokens.shape[1]).expand_as(tokens)
-    x, rotation = target.net.embed(tokens), target.net.arch.rope.raster(LAYOUT, steps, session.offset)
+    x, factors = target.net.embed(tokens), session.raster(steps)
     count = tokens.shape[1]
-    features = session.stream.extend(x, rotation, torch.full((images,), count), [count] * images)[:, :-1].flatten(0, 1)
+    features = session.stream.extend(x, factors, torch.full((images,), count), [count] * images)[:, :-1].flatten(0, 1)
     p, q = target.net.logits(features), drafter.blurred(features)  # (M, K)
     noise = gumbel(torch.arange(10_000, 10_000 + images), steps[:, 1:], CODES).flatten(0, 1)
     scores, columns = best(q.log_softmax(-1) + noise, branch)

@@ -137,18 +137,19 @@ def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill() -> None:
     """Random trees and paths, two rows of different length: keys, values and lengths, bit for bit."""
     module = net()
     generator = torch.Generator().manual_seed(2)
-    layout = Layout(16, 16, toy.CODES)
+    layout, rope = Layout(16, 16, toy.CODES), module.arch.rope
+
+    def factors(steps: torch.Tensor) -> torch.Tensor:
+        return rope.factors(rope.raster(layout, steps, torch.zeros(len(steps), dtype=torch.int64)), torch.float32)
+
     for _ in range(20):
         stream = Stream(module, 2, 700)
         lengths = torch.randint(1, 600, (2,), generator=generator).tolist()
         tokens = torch.randint(4, 36, (2, 600), generator=generator)
 
-        def rotation(start: int, count: int) -> torch.Tensor:
-            steps = (start + torch.arange(count)).expand(2, count)
-            return module.arch.rope.raster(layout, steps, torch.zeros(2, dtype=torch.int64))
-
         longest = max(lengths)
-        stream.extend(module.embed(tokens[:, :longest]), rotation(0, longest), torch.tensor(lengths), lengths)
+        turned = factors(torch.arange(longest).expand(2, -1))
+        stream.extend(module.embed(tokens[:, :longest]), turned, torch.tensor(lengths), lengths)
         nodes = int(torch.randint(6, 60, (1,), generator=generator))
         parents = [-1, *(int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes))]
         path = [nodes - 1]
@@ -159,17 +160,15 @@ def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill() -> None:
             depths[node] = depths[parents[node]] + 1
         tree_tokens = torch.randint(4, 36, (2, nodes), generator=generator)
         places = torch.tensor(lengths)[:, None] + depths
-        turned = module.arch.rope.raster(layout, places, torch.zeros(2, dtype=torch.int64))
         above = ancestry(torch.tensor([parents]), nodes).expand(2, -1, -1)
-        stream.branch(module.embed(tree_tokens), turned, depths.expand(2, -1), above)
+        stream.branch(module.embed(tree_tokens), factors(places), depths.expand(2, -1), above)
         count = len(path)
         stream.keep(torch.tensor([path, path]), torch.tensor([count, count]), [count, count])
         for row, length in enumerate(lengths):
             whole = torch.cat([tokens[row, :length], tree_tokens[row, path]])[None]
             fresh = Stream(module, 1, 700)
             steps = torch.arange(length + count)[None]
-            turned_fresh = module.arch.rope.raster(layout, steps, torch.zeros(1, dtype=torch.int64))
-            fresh.extend(module.embed(whole), turned_fresh, torch.tensor([length + count]), [length + count])
+            fresh.extend(module.embed(whole), factors(steps), torch.tensor([length + count]), [length + count])
             assert stream.known[row] == length + count == int(stream.length[row])
             assert torch.equal(stream.keys[:, row, :, : length + count], fresh.keys[:, 0, :, : length + count])
             assert torch.equal(stream.values[:, row, :, : length + count], fresh.values[:, 0, :, : length + count])
@@ -185,7 +184,8 @@ def test_the_decoder_equals_a_plain_one() -> None:
     steps = torch.arange(50).expand(2, 50)
     rotation = module.arch.rope.raster(Layout(16, 16, toy.CODES), steps, torch.zeros(2, dtype=torch.int64))
     stream = Stream(module, 2, 64)
-    ours = stream.extend(module.embed(tokens), rotation, torch.tensor([50, 50]), [50, 50])
+    factors = module.arch.rope.factors(rotation, torch.float32)
+    ours = stream.extend(module.embed(tokens), factors, torch.tensor([50, 50]), [50, 50])
     assert torch.allclose(ours, module(module.embed(tokens), rotation, causal), atol=1e-5)
 
 

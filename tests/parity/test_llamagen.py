@@ -145,9 +145,9 @@ def test_padding_stays_zero_and_the_prefix_collapses(t2i: Case) -> None:
     hidden = reference.llamagen_hidden(t2i.source, prefix, table, HEADS, reference.llamagen_visible(mask, 120))
     assert all(not layer[~mask].any() for layer in hidden)
     x = t2i.model.target.projection(rows)[None]
-    rotation = net.arch.rope.prompt(120, x.device)[None]
+    factors = net.arch.rope.factors(net.arch.rope.prompt(116, x.device), x.dtype)[None]
     with torch.no_grad():
-        alone = Stream(net, 1, 256).extend(x[:, :116], rotation[:, :116], torch.tensor([116]), [116])
+        alone = Stream(net, 1, 256).extend(x[:, :116], factors, torch.tensor([116]), [116])
     assert not alone.any()
 
 

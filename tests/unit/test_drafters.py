@@ -20,7 +20,7 @@ from underdraw.drafters.jacobi import Jacobi
 from underdraw.drafters.model import Model
 from underdraw.drafters.neighbour import Neighbour
 from underdraw.layout import Layout
-from underdraw.nn.rope import Raster, Rope
+from underdraw.nn.rope import Raster, Rope, rotate, turned
 from underdraw.policies.confidence import Confidence
 from underdraw.policies.fixed import Chain, NoTree
 from underdraw.protocols import Opening, Prompt, Request
@@ -57,10 +57,10 @@ def features_of(of: Any, layout: Layout, tokens: Tensor, prompt: tuple[int, ...]
     """The target's features of every token of one row, by one plain pass."""
     session = of.open([Prompt(prompt)], layout, guidance=1.0)
     steps = torch.arange(layout.start, layout.stop)[None]
-    x, rotation = of.net.embed(tokens[steps]), of.net.arch.rope.raster(layout, steps, session.offset)
+    x, factors = of.net.embed(tokens[steps]), session.raster(steps)
     count = steps.shape[1]
     with torch.no_grad():
-        image = session.stream.extend(x, rotation, torch.tensor([count]), [count])
+        image = session.stream.extend(x, factors, torch.tensor([count]), [count])
     return torch.cat([session.first.features, image], dim=1)[0]
 
 
@@ -154,15 +154,22 @@ def test_calibration_finds_what_made_the_errors() -> None:
 
 
 @pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
-def test_rotations_are_looked_up_as_they_are_computed(layout: Layout) -> None:
-    rope = Rope((2, 3, 3))
+@pytest.mark.parametrize("rope", [Rope((2, 3, 3)), Rope((2, 3, 3), pairing="interleaved")], ids=["half", "interleaved"])
+def test_rotations_are_looked_up_as_they_are_computed(layout: Layout, rope: Rope) -> None:
     offset = torch.tensor([5, 9])
-    table = Raster(rope, layout, offset)
+    table = Raster(rope, layout, offset, torch.float32)
     steps = torch.arange(layout.start, layout.steps).expand(2, -1)
     for moved in (0, 4):
         offset.add_(moved)
         table.fill()
-        assert torch.equal(table(steps), rope.raster(layout, steps, offset))
+        rotation = rope.raster(layout, steps, offset)
+        assert torch.equal(table(steps), rope.factors(rotation, torch.float32))
+        x = torch.randn(2, steps.shape[1], 3, 16, generator=torch.Generator().manual_seed(0))
+        pairs = (-1, (2, 8)) if rope.pairing == "half" else (-1, (8, 2))
+        one, other = x.unflatten(*pairs).unbind(-2 if rope.pairing == "half" else -1)
+        cos, sin = rotation[:, :, None].unbind(-2)
+        expected = torch.stack([one * cos - other * sin, other * cos + one * sin], -2 if rope.pairing == "half" else -1)
+        assert torch.allclose(rotate(x, turned(table(steps)), rope.pairing), expected.flatten(-2), atol=1e-6)
     ends = torch.tensor([[-3, layout.steps + 7]]).expand(2, -1)
     assert torch.equal(table(ends), table(ends.clamp(0, layout.steps - 1)))
 

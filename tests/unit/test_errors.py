@@ -71,9 +71,8 @@ def on_meta() -> DecoderTarget:
 
 def overfull() -> None:
     net = decoder().net
-    Stream(net, 1, 64).extend(
-        torch.zeros(1, 65, 8), net.arch.rope.prompt(65, torch.device("cpu"))[None], torch.tensor([65]), [65]
-    )
+    factors = torch.zeros(1, 65, 2, net.arch.width)
+    Stream(net, 1, 64).extend(torch.zeros(1, 65, 8), factors, torch.tensor([65]), [65])
 
 
 @dataclass(frozen=True)

@@ -81,13 +81,13 @@ class BlockSession(EagleSession):
         steps = request.steps.repeat(self.copies)[:, None] + 1 + order  # (R, D)
         slots = self.block.queries(above_tokens(self.known, self.layout, steps, self.roots, self.copies))
         x = torch.cat([self.waiting(request.root), slots], dim=1)
-        turned = self.rotation(torch.cat([pending.steps, steps], dim=1))
+        factors = self.factors(torch.cat([pending.steps, steps], dim=1))
         counts, width = pending.counts[:, None], pending.tokens.shape[1]
         place = torch.arange(width + depth, device=order.device)
         slot, empty = place >= width, (place >= counts) & (place < width)  # (N,), (R, N)
         before = (place[:, None] >= place) & ~(slot[:, None] & empty[:, None])  # (R, N, N)
         depths = torch.where(slot, counts + place - width, place)
-        self.ahead = self.stream.append(x, turned, pending.counts, pending.known, depths, before)[:, -depth:]
+        self.ahead = self.stream.append(x, factors, pending.counts, pending.known, depths, before)[:, -depth:]
         return None
 
     def expander(self, request: Request) -> Expand:

@@ -98,12 +98,13 @@ class EagleSession(LevelSession):
         steps = index + 1 - (first.lengths[:, None] - start)
         self.begin(Pending(tokens, first.features, steps, first.lengths, first.known))
 
-    def rotation(self, steps: Tensor) -> Tensor:
-        turned = super().rotation(steps.clamp(min=0))
+    def factors(self, steps: Tensor) -> Tensor:
+        factors = super().factors(steps)
         if max(self.stream.known) > 0:
-            return turned
-        prompt = self.net.arch.rope.prompt(steps.shape[1], steps.device)  # the prompt has no steps of its own
-        return torch.where((steps >= 0)[..., None, None], turned, prompt)
+            return factors
+        rope = self.net.arch.rope  # the prompt has no steps of its own
+        prompt = rope.factors(rope.prompt(steps.shape[1], steps.device), factors.dtype)
+        return torch.where((steps >= 0)[..., None, None], factors, prompt)
 
     def inputs(self, tokens: Tensor, features: Tensor | None, steps: Tensor) -> Tensor:
         assert features is not None

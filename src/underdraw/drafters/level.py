@@ -68,7 +68,7 @@ class LevelSession(LastingDraft):
         self.net, self.layout, self.guidance, self.calibration = net, layout, guidance, calibration
         self.copies = 1 if guidance == 1 else 2
         self.stream, self.offset = stream, offset
-        self.raster = Raster(net.arch.rope, layout, offset)
+        self.raster = Raster(net.arch.rope, layout, offset, net.head.weight.dtype)
         batch = offset.shape[0] // self.copies
         self.known = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=offset.device)  # committed tokens
         self.roots = torch.zeros(batch, dtype=torch.int64, device=offset.device)  # (B,) step of the last root
@@ -83,7 +83,8 @@ class LevelSession(LastingDraft):
         """Embeddings (R, N, dim) of tokens at `steps` (R, N), given the features before them."""
         raise NotImplementedError
 
-    def rotation(self, steps: Tensor) -> Tensor:
+    def factors(self, steps: Tensor) -> Tensor:
+        """What turns tokens at `steps` (R, N): (R, N, 2, width)."""
         return self.raster(steps)
 
     @torch.no_grad()
@@ -144,7 +145,7 @@ class LevelSession(LastingDraft):
         pending = self.pending
         assert pending is not None, "a session drafts after it was opened or committed to"
         x = self.waiting(request.root)
-        out = self.stream.extend(x, self.rotation(pending.steps), pending.counts, pending.known)
+        out = self.stream.extend(x, self.factors(pending.steps), pending.counts, pending.known)
         last = (pending.counts - 1).clamp(min=0)[:, None, None]
         self.top = out.gather(1, last.expand(-1, -1, out.shape[-1]))
 
@@ -213,5 +214,5 @@ class Grower:
             self.ancestors = torch.cat([above, own], dim=-1)
         x = session.inputs(tokens, features, steps)
         depths = torch.full_like(tokens, level.depth - 1)  # the root is committed in this cache
-        self.outputs = session.stream.branch(x, session.rotation(steps), depths, self.ancestors)
+        self.outputs = session.stream.branch(x, session.factors(steps), depths, self.ancestors)
         return session.logits(self.outputs)

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from underdraw.nn.rope import Turn, factors
+from underdraw.nn.rope import Turn, turned
 from underdraw.nn.transformer import Block, Transformer
 
 
@@ -60,9 +60,9 @@ class Caches:
     attend: Callable[[int, Tensor], Tensor]
 
 
-def through(net: Transformer, x: Tensor, rotation: Tensor, caches: Caches, regions: Regions = PLAIN) -> Tensor:
-    """Embeddings (R, N, dim) and rotation (R, N, 2, width / 2) to features (R, N, dim): what the head reads."""
-    turn = factors(rotation, net.arch.rope.pairing, x.dtype)
+def through(net: Transformer, x: Tensor, factors: Tensor, caches: Caches, regions: Regions = PLAIN) -> Tensor:
+    """Embeddings (R, N, dim) and their rotation's factors (R, N, 2, width) to features (R, N, dim) for the head."""
+    turn = turned(factors)
     blocks: list[Block] = list(net.blocks)  # type: ignore[arg-type]
     q = regions.enter(blocks[0], x, turn, caches.keys[0], caches.values[0], caches.slots)
     for layer, (block, after) in enumerate(pairwise(blocks)):

@@ -13,7 +13,7 @@ from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 
 Turn = tuple[Tensor, Tensor]
-"""What `rotate` multiplies heads with, see `factors`."""
+"""What `rotate` multiplies heads with: cosines and signed sines, (R, N, 1, D) each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,12 @@ class Rope:
         angles = self.angles(places.float())
         return torch.stack([angles.cos(), angles.sin()], dim=-2)
 
+    def factors(self, rotation: Tensor, dtype: torch.dtype) -> Tensor:
+        """What heads are multiplied with: rotation (..., 2, D / 2) -> (..., 2, D), cosines and signed sines."""
+        cos, sin = rotation.to(dtype).unbind(-2)  # (..., D / 2)
+        both = torch.stack([cos, -sin], dim=-2), torch.stack([cos, sin], dim=-2)
+        return torch.cat(both, dim=-1) if self.pairing == "half" else torch.stack(both, dim=-1).flatten(-2)
+
     def check(self, head_dim: int) -> None:
         if 2 * sum(self.axes) != head_dim:
             raise ConfigError(
@@ -61,10 +67,10 @@ class Rope:
 
 
 class Raster:
-    """The rotations of all steps of R rows, looked up instead of computed; in a tensor that stays where it is."""
+    """The factors of all steps of R rows, looked up instead of computed; in a tensor that stays where it is."""
 
-    def __init__(self, rope: Rope, layout: Layout, offset: Tensor) -> None:
-        self.rope, self.layout, self.offset = rope, layout, offset
+    def __init__(self, rope: Rope, layout: Layout, offset: Tensor, dtype: torch.dtype) -> None:
+        self.rope, self.layout, self.offset, self.dtype = rope, layout, offset, dtype
         steps = torch.arange(layout.steps, device=offset.device)
         self.steps = steps.expand(len(offset), -1)
         self.first = (torch.arange(len(offset), device=offset.device) * layout.steps)[:, None]
@@ -72,11 +78,12 @@ class Raster:
 
     def fill(self) -> None:
         """Follow what `offset` (R,) has become."""
-        found = self.rope.raster(self.layout, self.steps, self.offset).flatten(0, 1)  # (R * S, 2, half)
+        rotation = self.rope.raster(self.layout, self.steps, self.offset).flatten(0, 1)
+        found = self.rope.factors(rotation, self.dtype)  # (R * S, 2, D)
         self.table = self.table.copy_(found) if len(self.table) else found
 
     def __call__(self, steps: Tensor) -> Tensor:
-        """(R, N) steps, those past the last one as the last -> (R, N, 2, half)."""
+        """(R, N) steps, those past the last one as the last -> (R, N, 2, D)."""
         place = steps.clamp(0, self.layout.steps - 1) + self.first
         return self.table.index_select(0, place.flatten()).view(*steps.shape, *self.table.shape[1:])
 
@@ -90,16 +97,14 @@ def _rates(rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
     return axes, rope.theta ** -torch.cat(counts)
 
 
-def factors(rotation: Tensor, pairing: str, dtype: torch.dtype) -> Turn:
-    """What `rotate` multiplies with: rotation (R, N, 2, D / 2) -> cosines and signed sines, (R, N, 1, D) each."""
-    cos, sin = rotation.to(dtype)[..., None, :].unbind(2)  # (R, N, 1, D / 2)
-    if pairing == "half":
-        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-    return torch.stack([cos, cos], dim=-1).flatten(-2), torch.stack([-sin, sin], dim=-1).flatten(-2)
+def turned(factors: Tensor) -> Turn:
+    """Factors (R, N, 2, D) as `rotate` takes them."""
+    cos, sin = factors[..., None, :].unbind(2)
+    return cos, sin
 
 
 def rotate(x: Tensor, turn: Turn, pairing: str) -> Tensor:
-    """Turn heads x (R, N, H, D) by `factors`."""
+    """Turn heads x (R, N, H, D)."""
     cos, sin = turn
     half = x.shape[-1] // 2
     other = x.roll(half, -1) if pairing == "half" else x.unflatten(-1, (half, 2)).flip(-1).flatten(-2)

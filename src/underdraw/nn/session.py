@@ -81,7 +81,7 @@ class DecoderSession(Lasting):
         memory.check(target.net.arch, len(prompts), self.copies, self._needed + room, longest, weight)
         self.stream = Stream(target.net, len(rows), self._needed + room)
         self.offset = torch.zeros_like(self.stream.length)  # (R,) sequence place of step 0
-        self.raster = Raster(target.net.arch.rope, layout, self.offset)
+        self.raster = Raster(target.net.arch.rope, layout, self.offset, weight.dtype)
         self.first = self._begin(rows)
 
     @torch.no_grad()
@@ -138,24 +138,24 @@ class DecoderSession(Lasting):
                 tokens[index, start : start + len(ids)] = torch.tensor(ids)
         tokens = tokens.to(device)
         x = torch.where((tokens >= 0)[..., None], net.embed(tokens.clamp(min=0)), x)
-        rotation = self._prompt_rotation(longest, device)
+        factors = self._prompt_factors(longest, device)
         lengths = torch.tensor(self.lengths, device=device)
-        features = self.stream.extend(x, rotation, lengths, self.lengths)
+        features = self.stream.extend(x, factors, lengths, self.lengths)
         last = features[torch.arange(len(rows), device=device), lengths - 1]
         logits = guided(net.logits(last[:, None]), self.guidance)
         return Opening(logits, features, tokens, lengths, tuple(self.lengths))
 
-    def _prompt_rotation(self, longest: int, device: torch.device) -> Tensor:
-        """Rotations of the prompt places (R, P, 2, half); the prologue's tokens are image tokens already."""
+    def _prompt_factors(self, longest: int, device: torch.device) -> Tensor:
+        """Factors of the prompt places (R, P, 2, width); the prologue's tokens are image tokens already."""
         rope, layout = self.target.net.arch.rope, self.layout
-        rotation = rope.prompt(longest, device).expand(len(self.lengths), -1, -1, -1)
+        factors = rope.factors(rope.prompt(longest, device), self.raster.dtype).expand(len(self.lengths), -1, -1, -1)
         if layout.start == 0:
-            return rotation
+            return factors
         step = torch.arange(longest, device=device) - (
             torch.tensor(self.lengths, device=device)[:, None] - layout.start
         )
         image = self.raster(step)
-        return torch.where((step >= 0)[..., None, None], image, rotation)
+        return torch.where((step >= 0)[..., None, None], image, factors)
 
     def _project(self, features: Tensor) -> Tensor:
         if self.target.projection is None:

@@ -53,30 +53,30 @@ class Stream:
         self.span = min(-(-used // quantum) * quantum, self.capacity)
         return self.span
 
-    def extend(self, x: Tensor, rotation: Tensor, counts: Tensor, known: Sequence[int]) -> Tensor:
-        """Append the first `counts` (R,) of N tokens x (R, N, dim); features (R, N, dim).
+    def extend(self, x: Tensor, factors: Tensor, counts: Tensor, known: Sequence[int]) -> Tensor:
+        """Append the first `counts` (R,) of N tokens x (R, N, dim) with factors (R, N, 2, width); features (R, N, dim).
 
         `known` are the counts on the host. Tokens past a row's count are computed and forgotten.
         """
         self.forget()
         order = torch.arange(x.shape[1], device=x.device)
         before = (order[:, None] >= order).expand(x.shape[0], -1, -1)
-        features = self._run(x, rotation, order.expand(x.shape[0], -1), before, spread=0)
+        features = self._run(x, factors, order.expand(x.shape[0], -1), before, spread=0)
         self._grow(counts, known)
         return features
 
     def append(
-        self, x: Tensor, rotation: Tensor, counts: Tensor, known: Sequence[int], depths: Tensor, before: Tensor
+        self, x: Tensor, factors: Tensor, counts: Tensor, known: Sequence[int], depths: Tensor, before: Tensor
     ) -> Tensor:
         """`extend`, with nodes behind the new tokens: `depths` (R, N) and what each sees of them, before (R, N, N)."""
         self.forget()
-        features = self._run(x, rotation, depths, before, spread=x.shape[1] - 1)
+        features = self._run(x, factors, depths, before, spread=x.shape[1] - 1)
         self._grow(counts, known)
         return features
 
-    def branch(self, x: Tensor, rotation: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
+    def branch(self, x: Tensor, factors: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
         """Add N tree nodes x (R, N, dim) to the M there are; ancestors (R, N, M + N). Features (R, N, dim)."""
-        return self._run(x, rotation, depths, ancestors, spread=ancestors.shape[-1] - 1)
+        return self._run(x, factors, depths, ancestors, spread=ancestors.shape[-1] - 1)
 
     def forget(self) -> None:
         """Drop the tree nodes."""
@@ -110,7 +110,7 @@ class Stream:
                 f"{used} tokens do not fit a cache of {self.capacity}; open the session with more capacity."
             )
 
-    def _run(self, x: Tensor, rotation: Tensor, depths: Tensor, ancestors: Tensor, spread: int) -> Tensor:
+    def _run(self, x: Tensor, factors: Tensor, depths: Tensor, ancestors: Tensor, spread: int) -> Tensor:
         """Write the keys of N new nodes behind the M old ones and attend to prompt, committed tokens and ancestors."""
         rows, count = x.shape[:2]
         before = self.depths.shape[1]
@@ -128,7 +128,7 @@ class Stream:
             cache.flatten(1, 3).unbind() for cache in (self.keys, self.values[..., : self.net.arch.width])
         )
         attention = self._attention(visible, length)
-        return through(self.net, x, rotation, Caches(new_keys, new_values, slots, attention), self.regions)
+        return through(self.net, x, factors, Caches(new_keys, new_values, slots, attention), self.regions)
 
     def _attention(self, visible: Visible, length: int) -> Callable[[int, Tensor], Tensor]:
         """How a layer attends to the first `length` slots."""

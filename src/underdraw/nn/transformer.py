@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from underdraw.errors import ConfigError
 from underdraw.nn.linear import Linear, PanelLinear, linear
 from underdraw.nn.number import number
-from underdraw.nn.rope import Rope, Turn, factors, rotate
+from underdraw.nn.rope import Rope, Turn, rotate, turned
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (R, N, H, D), k (R, N, G, D), v (R, N, G, D)) -> (R, N, H * D)."""
@@ -196,7 +196,7 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
         """Embeddings (R, N, dim) and rotation (R, N, 2, width / 2) to features (R, N, dim): what the head reads."""
-        turn = factors(rotation, self.arch.rope.pairing, x.dtype)
+        turn = turned(self.arch.rope.factors(rotation, x.dtype))
         for index, block in enumerate(self.blocks):
             q, k, v = block.before(x, turn)  # type: ignore[operator]
             x = block.after(x, attend(index, q, k, v))  # type: ignore[operator]

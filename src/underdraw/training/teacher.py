@@ -83,10 +83,10 @@ class Teacher:
         session = self.target.open(prompts, layout, guidance=2.0 if self.copies == 2 else 1.0)
         first = session.first
         steps = torch.arange(layout.start, layout.stop, device=raster.device).expand(len(first.known), -1)  # (R, S)
-        rotation = net.arch.rope.raster(layout, steps, session.offset)
         count = steps.shape[1]
         x = net.embed(raster.repeat(self.copies, 1)[:, layout.start : layout.stop])
-        behind = session.stream.extend(x, rotation, torch.full_like(first.lengths, count), [count] * len(first.known))
+        counts, known = torch.full_like(first.lengths, count), [count] * len(first.known)
+        behind = session.stream.extend(x, session.raster(steps), counts, known)
         return Rows(first.prefix, first.features, behind, first.lengths, session.offset)
 
     @torch.no_grad()

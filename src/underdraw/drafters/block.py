@@ -36,7 +36,7 @@ class BlockNet(EagleNet):
 
     def queries(self, above: Tensor) -> Tensor:
         """above (R, D, 2) token ids of the cells to come -> slot inputs (R, D, dim)."""
-        return self.slots[: above.shape[1]] + self.slot_above(self.embed_above(above).flatten(-2))
+        return self.slots[: above.shape[1]] + self.slot_above(self.embed_above(above))
 
     def tokens(self, tokens: Tensor) -> Tensor:
         """What the tokens (..., W) before a slot say to it: (..., W, markov_dim)."""

@@ -38,16 +38,17 @@ class EagleNet(nn.Module):
 
     def inputs(self, tokens: Tensor, features: Tensor, above: Tensor | None) -> Tensor:
         """tokens (R, N), features (R, N, D), above (R, N, 2) token ids, -1 where there is none -> (R, N, dim)."""
-        parts = [self.body.embed(tokens).to(features.dtype), features]
-        if self.missing is not None:
-            assert above is not None
-            parts.append(self.embed_above(above).flatten(-2).to(features.dtype))
-        return self.fc(torch.cat(parts, dim=-1))
+        return self.join(tokens, features, None if above is None or self.missing is None else self.embed_above(above))
+
+    def join(self, tokens: Tensor, features: Tensor, above: Tensor | None) -> Tensor:
+        """`inputs` with what was above embedded already, (R, N, 2 dim)."""
+        parts = (self.body.embed(tokens), features) if above is None else (self.body.embed(tokens), features, above)
+        return self.fc(torch.cat([part.to(features.dtype) for part in parts], dim=-1))
 
     def embed_above(self, above: Tensor) -> Tensor:
-        """(R, N, 2) token ids -> (R, N, 2, dim)."""
+        """(R, N, 2) token ids -> (R, N, 2 dim)."""
         assert self.missing is not None
-        return torch.where((above >= 0)[..., None], self.body.embed(above.clamp(min=0)), self.missing)
+        return torch.where((above >= 0)[..., None], self.body.embed(above.clamp(min=0)), self.missing).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,12 @@ class EagleSession(LevelSession):
         prompt = rope.factors(rope.prompt(steps.shape[1], steps.device), factors.dtype)
         return torch.where((steps >= 0)[..., None, None], factors, prompt)
 
-    def inputs(self, tokens: Tensor, features: Tensor | None, steps: Tensor) -> Tensor:
+    def inputs(self, tokens: Tensor, features: Tensor | None, beside: Tensor | None) -> Tensor:
         assert features is not None
-        above = self.above(steps) if self.eagle.missing is not None else None
-        return self.eagle.inputs(tokens, features, above)
+        return self.eagle.join(tokens, features, beside)
+
+    def beside(self, steps: Tensor) -> Tensor | None:
+        return None if self.eagle.missing is None else self.eagle.embed_above(self.above(steps))
 
     def above(self, steps: Tensor) -> Tensor:
         """Tokens above and above-right of the cells after `steps` (R, N), -1 where none is known: (R, N, 2)."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from underdraw.calibration import Calibration
 from underdraw.layout import Layout
 from underdraw.nn.lasting import Frame, LastingDraft
+from underdraw.nn.number import order
 from underdraw.nn.regions import PLAIN
 from underdraw.nn.rope import Raster
 from underdraw.nn.session import guided
@@ -79,9 +80,13 @@ class LevelSession(LastingDraft):
         self.next_width = 0
         self.owed: tuple[int, ...] = ()  # tokens that the next pass appends to the stream, a row
 
-    def inputs(self, tokens: Tensor, features: Tensor | None, steps: Tensor) -> Tensor:
-        """Embeddings (R, N, dim) of tokens at `steps` (R, N), given the features before them."""
+    def inputs(self, tokens: Tensor, features: Tensor | None, beside: Tensor | None) -> Tensor:
+        """Embeddings (R, N, dim) of tokens, given the features before them and what else is read `beside` them."""
         raise NotImplementedError
+
+    def beside(self, steps: Tensor) -> Tensor | None:
+        """What inputs at `steps` (R, N) hold besides token and feature, (R, N, ...): the same for all nodes of one."""
+        return None
 
     def factors(self, steps: Tensor) -> Tensor:
         """What turns tokens at `steps` (R, N): (R, N, 2, width)."""
@@ -109,7 +114,7 @@ class LevelSession(LastingDraft):
 
     def expander(self, request: Request) -> Expand:
         """What answers the levels of one tree."""
-        return Grower(self, request.steps.repeat(self.copies)).expand
+        return Grower(self, request.steps.repeat(self.copies), request.plan.depth).expand
 
     def begin(self, pending: Pending) -> None:
         """Start anew with the prompt pending."""
@@ -155,15 +160,15 @@ class LevelSession(LastingDraft):
         assert pending is not None
         last = (pending.counts - 1).clamp(min=0)[:, None]
         tokens = pending.tokens.scatter(1, last, root.repeat(self.copies)[:, None])
-        return self.inputs(tokens, pending.features, pending.steps)
+        return self.inputs(tokens, pending.features, self.beside(pending.steps))
 
     def commit(self, outcome: Outcome) -> None:
         """Take note of the accepted tokens and of the target's features at them."""
         path, copies = outcome.verdict.path, self.copies
         drafted = outcome.tree.tokens.gather(1, path)  # (B, D) tokens of the path, the old root first
-        order = torch.arange(path.shape[1], device=path.device)
-        steps = self.roots[:, None] + order  # of the path's tokens
-        accepted = (order < outcome.counts[:, None]) & (order > 0)
+        index = order(path.shape[1], path.device)
+        steps = self.roots[:, None] + index  # of the path's tokens
+        accepted = (index < outcome.counts[:, None]) & (index > 0)
         place = torch.where(accepted, steps, steps[:, :1])
         self.known.scatter_(1, place, torch.where(accepted, drafted, drafted[:, :1]))
         after = torch.cat([drafted[:, 1:], drafted[:, :1]], dim=1).repeat(copies, 1)
@@ -191,11 +196,19 @@ def _own(width: int, device: torch.device) -> Tensor:
 
 
 class Grower:
-    """Answers one tree's levels: each node attends to the committed tokens and to its own ancestors."""
+    """Answers the levels of a tree of some depth: each node attends to the committed tokens and to its own ancestors.
 
-    def __init__(self, session: LevelSession, steps: Tensor) -> None:
-        self.session, self.steps = session, steps  # (R,) step of the root
+    All nodes of a level stand at one step, `steps` (R,) of the root plus their depth, so what depends on steps alone is
+    found for all levels at once.
+    """
+
+    def __init__(self, session: LevelSession, steps: Tensor, depth: int) -> None:
+        self.session = session
         self.outputs = session.top  # (R, W, D) of the level before
+        self.factors, self.beside = torch.empty(0), None  # (R, depth - 1, ...) of the levels below the root
+        if depth > 1:
+            below = steps[:, None] + order(depth, steps.device)[1:]
+            self.factors, self.beside = session.factors(below), session.beside(below)
         self.ancestors: Tensor | None = None  # (R, W, M) of the level before, over all nodes so far
 
     def expand(self, level: Level) -> Tensor:
@@ -205,14 +218,16 @@ class Grower:
         tokens, parents = level.tokens.repeat(copies, 1), level.parents.repeat(copies, 1)  # (R, W)
         rows, width = tokens.shape
         features = self.outputs.gather(1, parents[..., None].expand(-1, -1, self.outputs.shape[-1]))
-        steps = (self.steps[:, None] + level.depth).expand(rows, width)
+        place = slice(level.depth - 1, level.depth)
+        factors = self.factors[:, place].expand(-1, width, -1, -1)
+        beside = None if self.beside is None else self.beside[:, place].expand(-1, width, -1)
         own = _own(width, tokens.device).expand(rows, width, width)
         if self.ancestors is None:
             self.ancestors = own
         else:
             above = self.ancestors.gather(1, parents[..., None].expand(-1, -1, self.ancestors.shape[-1]))
             self.ancestors = torch.cat([above, own], dim=-1)
-        x = session.inputs(tokens, features, steps)
+        x = session.inputs(tokens, features, beside)
         depths = torch.full_like(tokens, level.depth - 1)  # the root is committed in this cache
-        self.outputs = session.stream.branch(x, session.factors(steps), depths, self.ancestors)
+        self.outputs = session.stream.branch(x, factors, depths, self.ancestors)
         return session.logits(self.outputs)

@@ -50,5 +50,5 @@ class ModelSession(LevelSession):
         start = torch.full((rows, 1), self.layout.start, device=self.stream.length.device)
         self.begin(Pending(start, None, start, torch.ones_like(self.stream.length), (1,) * rows))
 
-    def inputs(self, tokens: Tensor, features: Tensor | None, steps: Tensor) -> Tensor:
+    def inputs(self, tokens: Tensor, features: Tensor | None, beside: Tensor | None) -> Tensor:
         return self.net.embed(tokens)

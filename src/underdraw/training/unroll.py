@@ -55,7 +55,7 @@ class BlockLoss(nn.Module):
         steps = steps.clamp(max=layout.stop - 1).flatten(1)
         spread = roots.repeat_interleave(depth, dim=1)
         above = above_tokens(lesson.raster, layout, steps.repeat(copies, 1), spread, copies)
-        slots = net.slots.repeat(trees, 1) + net.slot_above(net.embed_above(above).flatten(-2))
+        slots = net.slots.repeat(trees, 1) + net.slot_above(net.embed_above(above))
         stream = net.inputs(lesson.tokens, lesson.features, lesson.above)
         turned = net.body.arch.rope.raster(layout, steps.repeat(copies, 1), lesson.offset)
         turned = torch.cat([lesson.rotation, turned], dim=1)

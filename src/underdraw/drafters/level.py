@@ -228,6 +228,6 @@ class Grower:
             above = self.ancestors.gather(1, parents[..., None].expand(-1, -1, self.ancestors.shape[-1]))
             self.ancestors = torch.cat([above, own], dim=-1)
         x = session.inputs(tokens, features, beside)
-        depths = torch.full_like(tokens, level.depth - 1)  # the root is committed in this cache
+        depths = order(level.depth, tokens.device)[-1].expand(rows, width)  # the root is committed in this cache
         self.outputs = session.stream.branch(x, factors, depths, self.ancestors)
         return session.logits(self.outputs)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from underdraw.errors import CapacityError
-from underdraw.nn.attention import Kernel, Visible, Window, attend, attend_in_blocks, empty_caches, windows
+from underdraw.nn.attention import BLOCK, Kernel, Visible, Window, attend, attend_in_blocks, empty_caches, windows
+from underdraw.nn.number import order
 from underdraw.nn.regions import PLAIN, Caches, through
 from underdraw.nn.transformer import Transformer
 
@@ -35,7 +36,11 @@ class Stream:
         self.keys, self.values = empty_caches(shape, weight)
         self.length = torch.zeros(rows, dtype=torch.int64, device=weight.device)  # (R,) committed tokens
         self.known = [0] * rows  # `length` on the host
-        self.depths = self.length.new_zeros(rows, 0)  # (R, M) of the tree nodes now in the cache
+        heads = torch.arange(0, rows * arch.groups * self.capacity, self.capacity, device=weight.device)
+        self.heads = heads.view(rows, 1, arch.groups)  # where each head's slots begin
+        self.ends: Tensor | None = None  # (R, 1, G) slots behind the committed tokens, as this pass found them
+        self.nodes = 0  # tree nodes now in the cache
+        self.depths: list[Tensor] = []  # (R, N) of those nodes, on a CPU
         self.span: int | None = None  # how many slots a captured pass looks at
         self.regions = PLAIN
         self.kernel: Kernel = "fused"
@@ -50,6 +55,7 @@ class Stream:
         """Make the next pass look at a fixed number of slots, enough for `more` new tokens; returns that number."""
         used = max(self.known) + more
         self._check(used)
+        self.ends = None
         self.span = min(-(-used // quantum) * quantum, self.capacity)
         return self.span
 
@@ -59,9 +65,9 @@ class Stream:
         `known` are the counts on the host. Tokens past a row's count are computed and forgotten.
         """
         self.forget()
-        order = torch.arange(x.shape[1], device=x.device)
-        before = (order[:, None] >= order).expand(x.shape[0], -1, -1)
-        features = self._run(x, factors, order.expand(x.shape[0], -1), before, spread=0)
+        index = order(x.shape[1], x.device)
+        before = (index[:, None] >= index).expand(x.shape[0], -1, -1)
+        features = self._run(x, factors, index.expand(x.shape[0], -1), before, spread=0)
         self._grow(counts, known)
         return features
 
@@ -80,16 +86,15 @@ class Stream:
 
     def forget(self) -> None:
         """Drop the tree nodes."""
-        self.depths = self.depths[:, :0]
+        self.nodes, self.depths, self.ends = 0, [], None
 
     def keep(self, path: Tensor, counts: Tensor, known: Sequence[int]) -> None:
         """Commit the first `counts` (R,) nodes of `path` (R, D), which starts at node 0, and forget the others."""
         moved = path.shape[1]
         if moved > 1:
-            order = torch.arange(moved, device=path.device)
             source = self.length[:, None] + path  # (R, D)
-            target = (self.length[:, None] + order).clamp(max=self.capacity - 1)
-            row = torch.arange(path.shape[0], device=path.device)[:, None]
+            target = (self.length[:, None] + order(moved, path.device)).clamp(max=self.capacity - 1)
+            row = order(path.shape[0], path.device)[:, None]
             self.keys[:, row, :, target] = self.keys[:, row, :, source]
             self.values[:, row, :, target] = self.values[:, row, :, source]
         self._grow(counts, known)
@@ -112,18 +117,19 @@ class Stream:
 
     def _run(self, x: Tensor, factors: Tensor, depths: Tensor, ancestors: Tensor, spread: int) -> Tensor:
         """Write the keys of N new nodes behind the M old ones and attend to prompt, committed tokens and ancestors."""
-        rows, count = x.shape[:2]
-        before = self.depths.shape[1]
+        before, nodes = self.nodes, self.nodes + x.shape[1]
         length = self.span
         if length is None:
-            used = max(self.known) + before + count
+            used = max(self.known) + nodes
             self._check(used)
             length = min(-(-used // 64) * 64, self.capacity)
-        self.depths = torch.cat([self.depths, depths], dim=1)
+        self.nodes = nodes
+        if x.is_cpu:
+            self.depths.append(depths)
         visible = self._visible(ancestors, spread, length)
-        groups = self.net.arch.groups
-        heads = torch.arange(0, rows * groups * self.capacity, self.capacity, device=x.device).view(rows, 1, groups)
-        slots = (self.length[:, None] + before + torch.arange(count, device=x.device))[..., None] + heads  # (R, N, G)
+        if self.ends is None:
+            self.ends = self.length[:, None, None] + self.heads
+        slots = self.ends + order(nodes, x.device)[before:, None]  # (R, N, G)
         new_keys, new_values = (
             cache.flatten(1, 3).unbind() for cache in (self.keys, self.values[..., : self.net.arch.width])
         )
@@ -151,6 +157,7 @@ class Stream:
         arch = self.net.arch
         if mask.device.type == "cpu":
             first = min(self.known) if self.span is None else 0
-            parts = windows(self.length, self.depths.clamp(min=0), spread, first, length, arch.groups)
+            depths = torch.cat(self.depths, dim=1).clamp_(min=0) if length > BLOCK else self.depths[0]
+            parts = windows(self.length, depths, spread, first, length, arch.groups)
         visible = Visible.of(mask, parts, arch.heads, arch.groups, self.keys.dtype)
         return replace(visible, used=self.length + nodes) if self.kernel == "split" else visible

@@ -29,7 +29,7 @@ from underdraw.verifiers.trail import Trail
 
 @pytest.fixture(autouse=True)
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trail, "ended", lambda self: False)
+    monkeypatch.setattr(Trail, "at_once", lambda on: True)
 
 
 def graphs(**options: Any) -> Graphs:

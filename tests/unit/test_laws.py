@@ -206,7 +206,7 @@ class WithoutResidual:
     def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
         verdict = Rejection().verify(tree, logits, draws)
         last = verdict.path.gather(1, verdict.length[:, None])
-        law = target_laws(tree, logits, draws)[torch.arange(len(last)), last[:, 0]]
+        law = target_laws(logits, tree.depths, draws)[torch.arange(len(last)), last[:, 0]]
         assert draws.noise is not None
         noise = draws.noise[torch.arange(len(last)), verdict.length]
         return replace(verdict, next_token=draws.sampler.layout.tokens((law.log() + noise).argmax(-1)))

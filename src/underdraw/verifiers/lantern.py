@@ -22,8 +22,8 @@ from torch import Tensor
 from underdraw.errors import ConfigError
 from underdraw.sampling import Draws
 from underdraw.tree import DraftTree, Proposal, Verdict
-from underdraw.verifiers.trail import Trail
-from underdraw.verifiers.walk import child_table, target_laws, walk
+from underdraw.verifiers.trail import at, descend
+from underdraw.verifiers.walk import child_columns, first, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,43 +60,44 @@ class Lantern:
             )
         if draws.sampler.greedy:
             return self._greedy(tree, logits, draws)
-        return walk(tree, target_laws(tree, logits, draws), draws, self.relax)
+        return walk(tree, logits, draws, self.relax)
 
     def relax(self, law: Tensor, x: Tensor) -> Tensor:
-        """p (B, columns) with the mass of x's neighbours moved onto x (B,), as far as the bounds allow."""
+        """p (M, columns) with the mass of x's neighbours moved onto x (M,), as far as the bounds allow."""
         assert self.neighbours is not None
-        codes = self.neighbours.shape[0]
-        near = self.neighbours[x.clamp(max=codes - 1), : self.k]  # (B, k)
+        codes, own = self.neighbours.shape[0], x[:, None]
+        forcing = law.shape[1] > codes  # a forced token has a column and no neighbours
+        near = self.neighbours[:, : self.k].index_select(0, x.clamp(max=codes - 1) if forcing else x)  # (M, k)
         mass = law.gather(1, near)
-        bound = torch.full_like(mass[:, :1], self.delta)
-        own = law.gather(1, x[:, None])
+        bound: Tensor | float = self.delta
         if self.ratio is not None:
-            bound = torch.minimum(bound, (self.ratio - 1) * own)
-        moved = torch.where(mass.cumsum(1) <= bound, mass, 0.0)
-        moved = torch.where((x < codes)[:, None], moved, 0.0)  # a forced token has no neighbours
-        out = law.scatter_add(1, near, -moved)
-        return out.scatter_add(1, x[:, None], moved.sum(1, keepdim=True)).clamp(min=0)
+            bound = (law.gather(1, own) * (self.ratio - 1)).clamp_(max=self.delta)
+        within = mass.cumsum(1) <= bound
+        if forcing:
+            within = within & (own < codes)
+        moved = mass * within
+        return law.scatter(1, near, mass - moved).scatter_add_(1, own, moved.sum(1, keepdim=True))
 
     def _greedy(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
         """Accept the first child that is the most likely code once its neighbours' mass is its own."""
-        rows = torch.arange(tree.tokens.shape[0], device=logits.device)
-        scaled = draws.scaled(logits, tree.depths + 1)
-        laws, table = scaled.double().softmax(-1), child_table(tree)
-        columns = draws.sampler.layout.columns_of(tree.tokens)
-        trail = Trail(tree)
-        for _ in range(1, draws.steps.shape[1]):
-            here = next_node = trail.node
-            moved = torch.zeros_like(trail.walking)
-            for rank in range(table.shape[2]):
-                child = table[rows, here, rank]
-                x = columns[rows, child.clamp(min=0)]
-                best = self.relax(laws[rows, here], x).argmax(-1) == x
-                accepted = ~moved & (child >= 0) & best
-                next_node, moved = torch.where(accepted, child, next_node), moved | accepted
-            trail.step(next_node, moved)
-            if trail.ended():
-                break
-        return trail.verdict(draws.sampler.layout.tokens(scaled[rows, trail.node].argmax(-1)))
+        layout, branch = draws.sampler.layout, tree.branch
+
+        def likeliest(law: Tensor, x: Tensor) -> Tensor:  # (B, W, columns), (B, W) -> (B, W)
+            return self.relax(law.flatten(0, 1), x.flatten()).argmax(-1).view_as(x) == x
+
+        def judge(nodes: Tensor | None) -> tuple[Tensor, Tensor]:
+            scaled = draws.scaled(at(logits, nodes), at(tree.depths, nodes) + 1)  # (B, W, columns)
+            law = scaled.double().softmax(-1)
+            if nodes is not None:
+                x = at(child_columns(tree, layout), nodes)[:, 0]  # (B, branch)
+                return first((x >= 0) & likeliest(law.expand(-1, branch, -1), x.clamp(min=0)))[:, None], scaled
+            up = tree.parents.clamp(min=0)  # the law is the parent's
+            x = layout.columns_of(tree.tokens).clamp(0, layout.columns - 1)
+            rank = torch.where((tree.depths > 0) & likeliest(at(law, up), x), tree.ranks, branch)
+            return torch.full_like(up, branch).scatter_reduce_(1, up, rank, "amin"), scaled
+
+        path, length, left = descend(tree, draws.steps.shape[1], judge)
+        return Verdict(path, length, layout.tokens(left.argmax(-1)))
 
 
 def nearest(codebook: Tensor, k: int) -> Tensor:

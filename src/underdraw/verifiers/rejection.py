@@ -10,7 +10,7 @@ from torch import Tensor
 from underdraw.errors import ConfigError
 from underdraw.sampling import Draws
 from underdraw.tree import DraftTree, Proposal, Verdict
-from underdraw.verifiers.walk import target_laws, walk
+from underdraw.verifiers.walk import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,4 +22,4 @@ class Rejection:
     def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
         if tree.q is None:
             raise ConfigError("rejection needs a tree drawn with the 'sampled' proposal; this one carries no q.")
-        return walk(tree, target_laws(tree, logits, draws), draws, lambda law, x: law)
+        return walk(tree, logits, draws, lambda law, x: law)

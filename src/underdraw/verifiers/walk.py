@@ -13,72 +13,80 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from underdraw.layout import Layout
 from underdraw.sampling import Draws
 from underdraw.tree import DraftTree, Verdict
-from underdraw.verifiers.trail import Trail
+from underdraw.verifiers.trail import at, descend
 
 Relax = Callable[[Tensor, Tensor], Tensor]
-"""(p (B, columns), x (B,) columns) -> p' (B, columns)."""
+"""(p (M, columns), x (M,) columns) -> p' (M, columns)."""
 
 
-def walk(tree: DraftTree, laws: Tensor, draws: Draws, relax: Relax) -> Verdict:
-    """Walk down B trees at once; `laws` (B, N, columns) is the target's law at every node."""
-    rows = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)
-    table = child_table(tree)  # (B, N, branch)
-    uniform = draws.uniform(table.shape[2])  # (B, reach, branch)
-    columns = draws.sampler.layout.columns_of(tree.tokens)
-    trail, law = Trail(tree), laws[:, 0]
-    for depth in range(1, draws.steps.shape[1]):
-        here = next_node = trail.node
-        moved = torch.zeros_like(trail.walking)
-        q = None if tree.q is None else tree.q[rows, here]  # (B, columns)
-        for rank in range(table.shape[2]):
-            child = table[rows, here, rank]
-            x = columns[rows, child.clamp(min=0)]
-            draft = torch.zeros_like(law).scatter_(1, x[:, None], 1.0) if q is None else q
-            wanted = relax(law, x)
-            # A child whose chance was too small for a float is neither tried nor subtracted.
-            trying = trail.walking & ~moved & (child >= 0) & (draft[rows, x] > 0)
-            accepted = trying & (uniform[:, depth - 1, rank] * draft[rows, x] < wanted[rows, x])
-            law = torch.where((trying & ~accepted)[:, None], _residual(wanted, draft), law)
-            if q is not None:
-                q = _normalised(q.scatter(1, x[:, None], 0.0))
-            next_node, moved = torch.where(accepted, child, next_node), moved | accepted
-        trail.step(next_node, moved)
-        law = torch.where(trail.walking[:, None], laws[rows, trail.node], law)
-        if trail.ended():
-            break
+def walk(tree: DraftTree, logits: Tensor, draws: Draws, relax: Relax) -> Verdict:
+    """Walk down B trees at once; logits (B, N, K) are the target's at every node."""
+    reach = draws.steps.shape[1]
+    children = child_columns(tree, draws.sampler.layout)  # (B, N, branch)
+    uniform = draws.uniform(tree.branch)  # (B, reach, branch)
+
+    def judge(nodes: Tensor | None) -> tuple[Tensor, Tensor]:
+        depths = at(tree.depths, nodes)
+        laws, x = target_laws(at(logits, nodes), depths, draws), at(children, nodes)
+        q = None if tree.q is None else at(tree.q, nodes).flatten(0, 1)
+        chances = at(uniform, depths.clamp(0, reach - 1)).flatten(0, 1)
+        rank, left = attempt(laws.flatten(0, 1), q, x.flatten(0, 1), chances, relax)
+        return rank.view_as(depths), left.view_as(laws)
+
+    path, length, law = descend(tree, reach, judge)
     score = law.log()
     if draws.noise is not None:  # what is left of the law is drawn from with the noise of the step it is for
-        score = score + draws.noise[rows, tree.depths[rows, trail.node]]
-    return trail.verdict(draws.sampler.layout.tokens(score.argmax(-1)))
+        score = score + at(draws.noise, length[:, None])[:, 0]
+    return Verdict(path, length, draws.sampler.layout.tokens(score.argmax(-1)))
 
 
-def child_table(tree: DraftTree) -> Tensor:
-    """(B, N, branch): the child of each node at each rank, -1 where there is none."""
+def attempt(law: Tensor, q: Tensor | None, x: Tensor, uniform: Tensor, relax: Relax) -> tuple[Tensor, Tensor]:
+    """Try the children x (M, branch) of M nodes in order, -1 being none; laws and q are (M, columns).
+
+    Returns the rank of the one that is accepted (M,), `branch` where none is, and what is left of the law there.
+    """
+    none, x = x < 0, x.clamp(min=0)
+    if q is not None:
+        none |= q.gather(1, x) <= 0  # a child whose chance was too small for a float is neither tried nor subtracted
+    uniform = uniform.masked_fill(none, torch.nan)  # no number is below or above it
+    rest = None if q is None else q.clone()
+    bars, gains = [], []
+    for child, chance in zip(x.split(1, dim=1), uniform.split(1, dim=1), strict=True):  # (M, 1)
+        wanted = relax(law, child[:, 0])
+        gain = wanted.gather(1, child)
+        if rest is None:
+            bar, left = chance, wanted.scatter(1, child, 0.0)
+        else:
+            bar, left = chance * rest.gather(1, child), (wanted - rest).clamp_(min=0)
+            rest.scatter_(1, child, 0.0)
+            rest.div_(rest.sum(1, keepdim=True).clamp_(min=torch.finfo(rest.dtype).tiny))
+        total = left.sum(1, keepdim=True)
+        # Nothing left means that the child had to be accepted; only rounding can lead here.
+        law = torch.where(torch.logical_and(bar >= gain, total), left / total, law)
+        bars.append(bar)
+        gains.append(gain)
+    return first(torch.cat(bars, dim=1) < torch.cat(gains, dim=1)), law
+
+
+def first(accepted: Tensor) -> Tensor:
+    """The first rank that was accepted, or how many there are: (..., branch) -> (...)."""
+    return (accepted.cumsum(-1) == 0).sum(-1)
+
+
+def child_columns(tree: DraftTree, layout: Layout) -> Tensor:
+    """(B, N, branch): the column of the child of each node at each rank, -1 where there is none."""
     (batch, size), branch = tree.tokens.shape, tree.branch
-    table = torch.full((batch, size, branch + 1), -1, dtype=torch.int64, device=tree.tokens.device)
-    rows = torch.arange(batch, device=tree.tokens.device)[:, None]
-    index = torch.arange(size, device=tree.tokens.device).expand(batch, size)
-    rank = torch.where(tree.depths > 0, tree.ranks, branch)
-    table[rows, tree.parents.clamp(min=0), rank] = index
-    return table[..., :branch]
+    place = torch.where(tree.depths > 0, tree.parents * branch + tree.ranks, size * branch)
+    table = tree.tokens.new_full((batch, size * branch + 1), -1).scatter_(1, place, layout.columns_of(tree.tokens))
+    return table[:, :-1].unflatten(1, (size, branch))
 
 
-def _residual(law: Tensor, draft: Tensor) -> Tensor:
-    left = (law - draft).clamp(min=0)
-    total = left.sum(-1, keepdim=True)
-    # Nothing left means that the child had to be accepted; only rounding can lead here.
-    return torch.where(total > 0, left / total, law)
-
-
-def _normalised(weights: Tensor) -> Tensor:
-    return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-
-
-def target_laws(tree: DraftTree, logits: Tensor, draws: Draws) -> Tensor:
-    """The law that plain autoregression draws from at every node, float64: (B, N, columns)."""
-    scaled = draws.scaled(logits, tree.depths + 1)
+def target_laws(logits: Tensor, depths: Tensor, draws: Draws) -> Tensor:
+    """The law that plain autoregression draws from at nodes of these depths: (B, W, K) -> (B, W, columns) float64."""
+    scaled = draws.scaled(logits, depths + 1)
     if draws.noise is None:
         return torch.zeros_like(scaled, dtype=torch.float64).scatter_(-1, scaled.argmax(-1, keepdim=True), 1.0)
     return scaled.double().softmax(-1)

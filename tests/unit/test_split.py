@@ -7,7 +7,11 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import attending
 import pytest
+import torch
+
+from underdraw.nn.attention import seen
 
 PROGRAM = """
 import torch
@@ -17,6 +21,14 @@ import attending
 for case in attending.CASES:
     attending.check(case, attend_split, torch.device("cpu"), torch.float32, 1e-5)
 """
+
+
+@pytest.mark.parametrize("case", attending.CASES, ids=str)
+def test_what_is_seen_is_committed_or_an_ancestor(case: attending.Case) -> None:
+    ancestors, mask = case.trees()
+    slots, ends = torch.arange(1, case.length + 1), torch.tensor([True, False])
+    bias = seen(ancestors, torch.tensor(case.committed), slots, ends, torch.tensor([0.0, -torch.inf]))
+    assert torch.equal(bias, torch.where(mask, 0.0, -torch.inf))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")

@@ -209,25 +209,27 @@ class Grower:
         if depth > 1:
             below = steps[:, None] + order(depth, steps.device)[1:]
             self.factors, self.beside = session.factors(below), session.beside(below)
-        self.ancestors: Tensor | None = None  # (R, W, M) of the level before, over all nodes so far
+        self.ancestors: Tensor | None = None  # (B, W, M) of the level before, over all nodes so far
 
     def expand(self, level: Level) -> Tensor:
         session, copies = self.session, self.session.copies
         if level.depth == 0:
             return session.logits(self.outputs)
-        tokens, parents = level.tokens.repeat(copies, 1), level.parents.repeat(copies, 1)  # (R, W)
-        rows, width = tokens.shape
-        features = self.outputs.gather(1, parents[..., None].expand(-1, -1, self.outputs.shape[-1]))
+        tokens = level.tokens if copies == 1 else level.tokens.repeat(copies, 1)  # (R, W)
+        batch, width = level.tokens.shape
+        parents = level.parents[..., None]  # (B, W, 1)
+        outputs = self.outputs.unflatten(0, (copies, batch))
+        features = outputs.gather(2, parents.expand(copies, -1, -1, outputs.shape[-1])).flatten(0, 1)
         place = slice(level.depth - 1, level.depth)
         factors = self.factors[:, place].expand(-1, width, -1, -1)
         beside = None if self.beside is None else self.beside[:, place].expand(-1, width, -1)
-        own = _own(width, tokens.device).expand(rows, width, width)
+        own = _own(width, tokens.device).expand(batch, width, width)
         if self.ancestors is None:
             self.ancestors = own
         else:
-            above = self.ancestors.gather(1, parents[..., None].expand(-1, -1, self.ancestors.shape[-1]))
+            above = self.ancestors.gather(1, parents.expand(-1, -1, self.ancestors.shape[-1]))
             self.ancestors = torch.cat([above, own], dim=-1)
         x = session.inputs(tokens, features, beside)
-        depths = order(level.depth, tokens.device)[-1].expand(rows, width)  # the root is committed in this cache
+        depths = order(level.depth, tokens.device)[-1].expand(batch, width)  # the root is committed in this cache
         self.outputs = session.stream.branch(x, factors, depths, self.ancestors)
         return session.logits(self.outputs)

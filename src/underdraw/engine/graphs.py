@@ -114,7 +114,7 @@ def compiled_regions(backend: str = "inductor", *, tuned: bool = False) -> Regio
     def compiled(region: Any) -> Any:
         return torch.compile(region, fullgraph=True, backend=backend, mode=mode)
 
-    return Regions(compiled(PLAIN.enter), compiled(PLAIN.between), compiled(PLAIN.leave))
+    return Regions(*map(compiled, (PLAIN.enter, PLAIN.between, PLAIN.leave, PLAIN.seen)))
 
 
 class Graphs:

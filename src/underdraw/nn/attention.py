@@ -35,22 +35,45 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """What each new node may look at, as a bias that is added to scores; and, on a CPU, the windows of the slots."""
+    """What each new node may look at, as a bias that is added to scores; on a CPU with the windows of the slots."""
 
     bias: Tensor  # (R, 1, N, length), on a CPU (R * G, M, length) as `attend_in_blocks` has it
-    windows: tuple[Window, ...]
-    used: Tensor | None = None  # (R,) slots that hold anything, for kernels that read no others
+    windows: tuple[Window, ...] = ()
 
     @classmethod
-    def of(cls, mask: Tensor, windows: tuple[Window, ...], heads: int, groups: int, dtype: torch.dtype) -> Visible:
-        """From a mask (R, N, length) of what is seen."""
-        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        if not mask.is_cpu:
-            return cls(bias[:, None], windows)
-        rows, count, length = mask.shape
-        copies = _copies(heads // groups, count, dtype)
+    def of(cls, bias: Tensor, windows: tuple[Window, ...], heads: int, groups: int) -> Visible:
+        """From a bias (R, N, length), as it is seen on a CPU."""
+        rows, count, length = bias.shape
+        copies = _copies(heads // groups, count, bias.dtype)
         bias = bias[:, None, None].expand(rows, groups, copies, count, length)
         return cls(bias.reshape(rows * groups, copies * count, length), windows)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The same for `nn.split`: all committed slots, and of the nodes behind them the ancestors."""
+
+    committed: Tensor  # (R,)
+    ancestors: Tensor  # (B, N, M), of images whose copies the rows are
+
+
+def seen(ancestors: Tensor, committed: Tensor, slots: Tensor, ends: Tensor, costs: Tensor) -> Tensor:
+    """What N nodes see of L slots, as a bias: ancestors (B, N, M) and committed (R,) slots -> (R, N, L).
+
+    Rows are copies of B images. `slots` are 1, 2, ..., L, `ends` True and False, and `costs` what is added to the score
+    of a slot that is seen and of one that is not.
+    """
+    batch, count, nodes = ancestors.shape
+    first, last = ends.expand(batch, count, 2).split(1, dim=-1)
+    table = torch.where(torch.cat([first, ancestors, last], dim=-1), costs[0], costs[1])  # (B, N, M + 2)
+    ahead = (slots - committed[:, None]).clamp(0, nodes + 1)  # (R, L) place in the table
+    index = ahead.view(-1, batch, 1, len(slots)).expand(-1, -1, count, -1)
+    return table.expand(len(index), -1, -1, -1).gather(3, index).flatten(0, 1)
+
+
+def splits(kernel: Kernel, width: int) -> bool:
+    """True if heads of this width are attended to by `nn.split`."""
+    return kernel == "split" and width in _SPLIT_WIDTHS
 
 
 def _copies(share: int, count: int, dtype: torch.dtype) -> int:
@@ -100,14 +123,14 @@ def empty_caches(shape: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
     return like.new_zeros(layers, width, *places).movedim(1, -1), values
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, kernel: Kernel = "fused") -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible | Tree, kernel: Kernel = "fused") -> Tensor:
     """q (R, N, H, D) against keys and values (R, G, L, D): (R, N, H * D). For a CPU there is `attend_in_blocks`."""
-    rows, count, heads, width = q.shape
-    groups = keys.shape[1]
-    if kernel == "split" and visible.used is not None and width in _SPLIT_WIDTHS:
+    if isinstance(visible, Tree):
         from underdraw.nn.split import attend_split
 
-        return attend_split(q, keys, values, visible.bias, visible.used)
+        return attend_split(q, keys, values, visible.committed, visible.ancestors)
+    rows, count, heads, width = q.shape
+    groups = keys.shape[1]
     q = q.transpose(1, 2)
     if kernel == "fused" and heads == groups:  # it is slow where heads share keys
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible.bias)
@@ -120,8 +143,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible, kernel: Ke
 def _attend_products(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
     """q (R, G, M, D), where the M rows are the heads of a group times N nodes -> (R, G, M, D)."""
     scores = (q @ keys.transpose(-1, -2)).float() * q.shape[-1] ** -0.5  # (R, G, M, L)
-    weights = (scores + visible.bias.repeat(1, 1, q.shape[2] // visible.bias.shape[2], 1)).softmax(-1)
-    return weights.to(values.dtype) @ values
+    scores = scores.unflatten(2, (-1, visible.bias.shape[2])) + visible.bias[:, :, None]
+    return scores.softmax(-1).to(values.dtype).flatten(2, 3) @ values
 
 
 def attend_in_blocks(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:

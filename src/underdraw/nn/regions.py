@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from underdraw.nn.attention import seen
 from underdraw.nn.rope import Turn, turned
 from underdraw.nn.transformer import Block, Transformer
 
@@ -40,11 +41,12 @@ def leave(block: Block, norm: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """The regions as functions: as they are written, or compiled once for all layers."""
+    """The regions, and the mask before them, as functions: as they are written, or compiled once for all layers."""
 
     enter: Callable[..., Tensor] = enter
     between: Callable[..., tuple[Tensor, Tensor]] = between
     leave: Callable[[Block, nn.Module, Tensor, Tensor], Tensor] = leave
+    seen: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = seen
 
 
 PLAIN = Regions()

@@ -83,9 +83,9 @@ class Raster:
         self.table = self.table.copy_(found) if len(self.table) else found
 
     def __call__(self, steps: Tensor) -> Tensor:
-        """(R, N) steps, those past the last one as the last -> (R, N, 2, D)."""
-        place = steps.clamp(0, self.layout.steps - 1) + self.first
-        return self.table.index_select(0, place.flatten()).view(*steps.shape, *self.table.shape[1:])
+        """(B, N) steps of images whose copies the rows are, those past the last one as the last -> (R, N, 2, D)."""
+        place = steps.clamp(0, self.layout.steps - 1) + self.first.view(-1, len(steps), 1)
+        return self.table.index_select(0, place.flatten()).view(-1, steps.shape[1], *self.table.shape[1:])
 
 
 @functools.cache  # never forgotten, since captured passes read these tensors

@@ -167,10 +167,8 @@ class DecoderSession(Lasting):
         """One pass over the nodes of B trees whose roots stand at `steps` (B,)."""
         net = self.target.net
         depths = tree.depths.clamp(min=0)  # (B, N)
-        places, depths, tokens, ancestors = map(
-            self._copied, (steps[:, None] + depths, depths, tree.tokens, tree.ancestors)
-        )
-        features = self.stream.branch(net.embed(tokens), self.raster(places), depths, ancestors)
+        x, factors = net.embed(self._copied(tree.tokens)), self.raster(steps[:, None] + depths)
+        features = self.stream.branch(x, factors, depths, tree.ancestors)
         return Output(guided(net.logits(features), self.guidance), features)
 
     def fix(self, frame: Frame) -> Hashable | None:

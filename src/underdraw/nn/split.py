@@ -21,9 +21,9 @@ _KEYS = 64  # cache slots at a time
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _parts(  # type: ignore[no-untyped-def]
-    q, keys, values, bias, used, part, top, total, q_row, q_node, q_head, k_row, k_group, length, count, rows,
-    scale, GROUPS: tl.constexpr, SHARE: tl.constexpr, STRETCH: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    q, keys, values, committed, ancestors, part, top, total, q_row, q_node, q_head, k_row, k_group, a_image, a_node,
+    a_slot, length, count, nodes, rows, images, scale, GROUPS: tl.constexpr, SHARE: tl.constexpr,
+    STRETCH: tl.constexpr, M: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries of one row and group against one stretch: sums of values, the largest score and the sum of weights."""
     pair, split = tl.program_id(0), tl.program_id(1)
@@ -35,7 +35,9 @@ def _parts(  # type: ignore[no-untyped-def]
         q + row * q_row + node[:, None] * q_node + head[:, None] * q_head + d, mask=there[:, None], other=0.0
     )
     start = split * STRETCH
-    stop = tl.minimum(tl.minimum(start + STRETCH, length), tl.load(used + row).to(tl.int32))
+    known = tl.load(committed + row).to(tl.int32)
+    stop = tl.minimum(tl.minimum(start + STRETCH, length), known + nodes)
+    line = ancestors + (row % images).to(tl.int64) * a_image + node[:, None] * a_node
     largest = tl.full([M], float("-inf"), tl.float32)
     weight = tl.zeros([M], tl.float32)
     out = tl.zeros([M, D], tl.float32)
@@ -45,10 +47,10 @@ def _parts(  # type: ignore[no-untyped-def]
         inside = slot < stop
         place = cache + slot[:, None] * D + d
         key = tl.load(keys + place, mask=inside[:, None], other=0.0)
-        hidden = tl.load(
-            bias + (row * count + node[:, None]) * length + slot, mask=there[:, None] & inside, other=float("-inf")
-        )
-        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale + hidden.to(tl.float32)
+        ahead = slot - known  # the node in a slot, negative for committed tokens
+        above = tl.load(line + ahead * a_slot, mask=there[:, None] & inside & (ahead >= 0), other=0) != 0
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        score = tl.where(inside & ((ahead < 0) | above), score, float("-inf"))
         new = tl.maximum(largest, tl.max(score, 1))
         base = tl.where(new == float("-inf"), 0.0, new)
         chance = tl.exp(score - base[:, None])
@@ -83,10 +85,14 @@ def _join(  # type: ignore[no-untyped-def]
     tl.store(out + place * D + d, mean.to(out.dtype.element_ty))
 
 
-def attend_split(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, used: Tensor) -> Tensor:
-    """q (R, N, H, D) against caches (R, G, L, D); bias (R, 1, N, L); `used` (R,) slots of each row hold anything."""
+def attend_split(q: Tensor, keys: Tensor, values: Tensor, committed: Tensor, ancestors: Tensor) -> Tensor:
+    """q (R, N, H, D) against caches (R, G, L, D): all `committed` (R,) slots, and of the M behind them the ancestors.
+
+    Rows are copies of B images, with ancestors (B, N, M).
+    """
     batch, count, heads, width = q.shape
-    groups, length = keys.shape[1], bias.shape[-1]
+    groups, length = keys.shape[1:3]
+    images, _, nodes = ancestors.shape
     rows = heads // groups * count  # queries of one group
     block = min(max(triton.next_power_of_2(rows), NARROWEST), 64)
     stretch = 128 if block <= 16 else 256
@@ -100,9 +106,9 @@ def attend_split(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, used: Te
     shape: dict[str, Any] = {"GROUPS": groups, "SHARE": heads // groups, "D": width}
     with torch.cuda.device_of(q):
         _parts[(pairs, splits, -(-rows // block))](
-            q, keys, values, bias, used, part, top, total, *q.stride()[:3], *keys.stride()[:2], length, count, rows,
-            width**-0.5, **shape, STRETCH=stretch, M=block, KEYS=_KEYS,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            q, keys, values, committed, ancestors.view(torch.uint8), part, top, total, *q.stride()[:3],
+            *keys.stride()[:2], *ancestors.stride(), length, count, nodes, rows, images, width**-0.5, **shape,
+            STRETCH=stretch, M=block, KEYS=_KEYS, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )  # fmt: skip
         _join[(pairs, rows)](
             part, top, total, out, splits, count, rows, **shape, S=triton.next_power_of_2(splits)

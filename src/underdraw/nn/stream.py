@@ -12,13 +12,23 @@ what it commits is not known to the host while it runs, which is told afterwards
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from underdraw.calibration import constant
 from underdraw.errors import CapacityError
-from underdraw.nn.attention import BLOCK, Kernel, Visible, Window, attend, attend_in_blocks, empty_caches, windows
+from underdraw.nn.attention import (
+    BLOCK,
+    Kernel,
+    Tree,
+    Visible,
+    attend,
+    attend_in_blocks,
+    empty_caches,
+    splits,
+    windows,
+)
 from underdraw.nn.number import order
 from underdraw.nn.regions import PLAIN, Caches, through
 from underdraw.nn.transformer import Transformer
@@ -40,7 +50,7 @@ class Stream:
         self.heads = heads.view(rows, 1, arch.groups)  # where each head's slots begin
         self.ends: Tensor | None = None  # (R, 1, G) slots behind the committed tokens, as this pass found them
         self.nodes = 0  # tree nodes now in the cache
-        self.depths: list[Tensor] = []  # (R, N) of those nodes, on a CPU
+        self.depths: list[Tensor] = []  # (B, N) of those nodes, on a CPU
         self.span: int | None = None  # how many slots a captured pass looks at
         self.regions = PLAIN
         self.kernel: Kernel = "fused"
@@ -66,22 +76,24 @@ class Stream:
         """
         self.forget()
         index = order(x.shape[1], x.device)
-        before = (index[:, None] >= index).expand(x.shape[0], -1, -1)
-        features = self._run(x, factors, index.expand(x.shape[0], -1), before, spread=0)
+        features = self._run(x, factors, index[None], (index[:, None] >= index)[None], spread=0)
         self._grow(counts, known)
         return features
 
     def append(
         self, x: Tensor, factors: Tensor, counts: Tensor, known: Sequence[int], depths: Tensor, before: Tensor
     ) -> Tensor:
-        """`extend`, with nodes behind the new tokens: `depths` (R, N) and what each sees of them, before (R, N, N)."""
+        """`extend`, with nodes behind the new tokens: `depths` (B, N) and what each sees of them, before (B, N, N)."""
         self.forget()
         features = self._run(x, factors, depths, before, spread=x.shape[1] - 1)
         self._grow(counts, known)
         return features
 
     def branch(self, x: Tensor, factors: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
-        """Add N tree nodes x (R, N, dim) to the M there are; ancestors (R, N, M + N). Features (R, N, dim)."""
+        """Add N tree nodes x (R, N, dim) to the M there are: features (R, N, dim).
+
+        Rows are copies of B images, with depths (B, N) and ancestors (B, N, M + N).
+        """
         return self._run(x, factors, depths, ancestors, spread=ancestors.shape[-1] - 1)
 
     def forget(self) -> None:
@@ -136,28 +148,32 @@ class Stream:
         attention = self._attention(visible, length)
         return through(self.net, x, factors, Caches(new_keys, new_values, slots, attention), self.regions)
 
-    def _attention(self, visible: Visible, length: int) -> Callable[[int, Tensor], Tensor]:
+    def _attention(self, visible: Visible | Tree, length: int) -> Callable[[int, Tensor], Tensor]:
         """How a layer attends to the first `length` slots."""
         seen = self.keys[:, :, :, :length], self.values[:, :, :, :length]
-        if not self.length.is_cpu:
+        if isinstance(visible, Tree) or not self.length.is_cpu:
             keys, values = (cache.unbind() for cache in seen)
             return lambda layer, q: attend(q, keys[layer], values[layer], visible, self.kernel)
         flat_keys, flat_values = (cache.flatten(1, 2) for cache in seen)
         keys, values = flat_keys.transpose(2, 3).unbind(), flat_values.unbind()
         return lambda layer, q: attend_in_blocks(q, keys[layer], values[layer], visible)
 
-    def _visible(self, ancestors: Tensor, spread: int, length: int) -> Visible:
-        """ancestors (R, N, M + N) as what is seen of `length` cache slots."""
-        count, nodes = ancestors.shape[1:]
-        slot = torch.arange(length, device=ancestors.device)
-        ahead = slot - self.length[:, None]  # (R, length) node in the slot, negative for committed tokens
-        tree = ancestors.gather(2, ahead.clamp(0, nodes - 1)[:, None].expand(-1, count, -1))
-        mask = (ahead < 0)[:, None] | (tree & (ahead < nodes)[:, None])
-        parts: tuple[Window, ...] = ()
-        arch = self.net.arch
-        if mask.device.type == "cpu":
-            first = min(self.known) if self.span is None else 0
-            depths = torch.cat(self.depths, dim=1).clamp_(min=0) if length > BLOCK else self.depths[0]
-            parts = windows(self.length, depths, spread, first, length, arch.groups)
-        visible = Visible.of(mask, parts, arch.heads, arch.groups, self.keys.dtype)
-        return replace(visible, used=self.length + nodes) if self.kernel == "split" else visible
+    def _visible(self, ancestors: Tensor, spread: int, length: int) -> Visible | Tree:
+        """ancestors (B, N, M + N) as what is seen of `length` cache slots."""
+        arch, device = self.net.arch, self.length.device
+        if splits(self.kernel, arch.width):
+            return Tree(self.length, ancestors)
+        ends, costs = (True, False), (0.0, -torch.inf)
+        bias = self.regions.seen(
+            ancestors, self.length, order(length + 1, device)[1:], constant(ends, torch.bool, device),
+            constant(costs, self.keys.dtype, device),
+        )  # fmt: skip
+        if not bias.is_cpu:
+            return Visible(bias[:, None])
+        first = min(self.known) if self.span is None else 0
+        depths = self.depths[0]
+        if length > BLOCK:
+            depths = torch.cat(self.depths, dim=1).clamp_(min=0)
+            depths = depths.repeat(len(self.length) // len(depths), 1)
+        parts = windows(self.length, depths, spread, first, length, arch.groups)
+        return Visible.of(bias, parts, arch.heads, arch.groups)

@@ -8,6 +8,7 @@ score lies behind the best one, and its rank.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,16 +39,15 @@ class Calibration:
 
         Where the layout is `forcing` tokens, a node with one possible child is not a guess.
         """
-        count = scores.shape[-1]
-        weight = (scores - scores[..., :1]) * self.slope
-        if self.biases != (0.0,):
-            biases = (self.biases + self.biases[-1:] * count)[:count]
-            weight = weight + constant(biases, scores.dtype, scores.device)
-        total = weight.exp().sum(-1, keepdim=True)
+        count, device = scores.shape[-1], scores.device
+        biases = constant((self.biases + self.biases[-1:] * count)[:count], scores.dtype, device)
+        weight = torch.add(biases, scores - scores[..., :1], alpha=self.slope)
+        none = constant((math.log(self.miss) if self.miss > 0 else -math.inf,), scores.dtype, device)
+        none = none.expand(*scores.shape[:-1], 1)
         if forcing and count > 1:
-            total = torch.where(scores[..., 1:2].isinf(), total, total + self.miss)
-            return (weight - torch.log(total)).clamp(max=0)  # rounding must not put a child before its parent
-        return (weight - torch.log(total + self.miss)).clamp(max=0)
+            none = none.masked_fill(scores[..., 1:2] == -torch.inf, -torch.inf)
+        # It is never above 0: rounding does not put a child before its parent.
+        return torch.cat([weight, none], dim=-1).log_softmax(-1)[..., :count]
 
     @classmethod
     def fit(cls, scores: Tensor, ranks: Tensor, steps: int = 200) -> Calibration:

@@ -189,6 +189,7 @@ class _Pool:
     depths: Tensor  # (P,)
     ranks: Tensor  # (P,)
     parents: Tensor  # (P,) which expanded node is the parent, counted over all levels; the root is its own
+    starts: Tensor  # (E,) where the level of each expanded node begins in the pool
 
     @classmethod
     @functools.cache  # never forgotten, since captured passes read these tensors
@@ -198,7 +199,8 @@ class _Pool:
         depths = torch.cat([root, (level + 1).repeat_interleave(branch)])
         ranks = torch.cat([root, torch.arange(branch).repeat(len(level))])
         parents = torch.cat([root, torch.arange(len(level)).repeat_interleave(branch)])
-        return cls(depths.to(device), ranks.to(device), parents.to(device))
+        starts = [0] + [1 + sum(widths[: depth - 1]) * branch for depth in level.tolist()[1:]]
+        return cls(depths.to(device), ranks.to(device), parents.to(device), torch.tensor(starts, device=device))
 
 
 def _grow_best(
@@ -214,13 +216,12 @@ def _grow_best(
     device, layout = root.device, draws.sampler.layout
     branch = min(plan.branch, layout.columns)
     lowest = math.log(plan.floor) if plan.floor else -math.inf
-    place = torch.zeros_like(root)[:, None]  # (B, W) of the nodes of the level in the pool
-    level = Level(0, root[:, None], place)
+    level = Level(0, root[:, None], constant((0,), torch.int64, device).expand(len(root), 1))
     reached: Tensor | None = None  # (B, W, 1) log chance that the target comes by the nodes of the level
-    tokens, places = [level.tokens], [place]
-    chances = [torch.full_like(root, torch.inf, dtype=torch.float32)[:, None]]  # the root is always kept
+    tokens, places = [level.tokens], [level.parents]  # of all nodes, and of the expanded ones in their levels
+    chances = [constant((math.inf,), torch.float32, device).expand(len(root), 1)]  # the root is always kept
     widths, nodes = [1], 1  # expanded nodes a level, and nodes worth keeping
-    closed, narrow = _beyond(limits, branch, plan.width, device)
+    closed = None if limits is None else _closed(limits, plan.depth, plan.width, branch, device)
     for depth in range(1, plan.depth + 1):
         logits = expand(level)
         column, chance, _ = children(logits, depth, branch, draws, proposal)  # (B, W, k)
@@ -231,8 +232,8 @@ def _grow_best(
             chance = likely.masked_fill(chance == -torch.inf, -torch.inf)  # where the column means nothing
         if reached is not None:
             chance = chance + reached
-        if limits is not None:
-            chance = chance.masked_fill(closed | (depth > limits.depth)[:, None, None], -torch.inf)
+        if closed is not None:
+            chance = chance.masked_fill(closed[:, depth - 1, : chance.shape[1]], -torch.inf)
         tokens.append(layout.tokens(column.flatten(1)))
         chances.append(chance.flatten(1))
         count = alive = widths[-1] * branch
@@ -242,31 +243,32 @@ def _grow_best(
         if depth == plan.depth or not alive:
             break
         count = min(count, plan.width, alive)
-        reached, best_of = chances[-1].topk(count, dim=-1)  # (B, W')
-        if limits is not None:
-            reached = reached.masked_fill(narrow[:, :count], -torch.inf)
-        reached = reached[..., None]
+        top, best_of = best(chances[-1], count)  # (B, W'); where the chance is none, the place may be anybody's
+        reached = top[..., None]
         level = Level(depth, tokens[-1].gather(1, best_of), best_of // branch)
-        places.append(best_of + 1 + sum(widths[:-1]) * branch)
+        places.append(best_of)
         widths.append(count)
-    joined = (torch.cat(parts, dim=1) for parts in (tokens, chances, places))
     pool = _Pool.of(tuple(widths), branch, device)
+    joined = (torch.cat(parts, dim=1) for parts in (tokens, chances, places))
     return _keep(min(plan.nodes, nodes), len(widths), branch, pool, limits, *joined)
 
 
-def _beyond(limits: Limits | None, branch: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which ranks (B, 1, branch) and which nodes of a level (B, width) each tree must do without."""
-    if limits is None:
-        return torch.empty(0), torch.empty(0)
-    order = torch.arange(max(branch, width), device=device)
-    return order[:branch] >= limits.branch[:, None, None], order[:width] >= limits.width[:, None]
+def _closed(limits: Limits, depth: int, width: int, branch: int, device: torch.device) -> Tensor:
+    """Which children each tree must do without, by level, parent and rank: (B, depth, width, branch).
+
+    Those that are too deep, those of too late a parent, and those of too high a rank.
+    """
+    order = constant(tuple(range(max(depth, width, branch))), torch.int64, device)
+    deep = order[:depth, None, None] >= limits.depth[:, None, None, None]
+    late = order[:width, None] >= limits.width[:, None, None, None]
+    return deep | late | (order[:branch] >= limits.branch[:, None, None, None])
 
 
 def _keep(
     count: int, depth: int, branch: int, pool: _Pool, limits: Limits | None, tokens: Tensor, chance: Tensor,
     places: Tensor,
 ) -> DraftTree:  # fmt: skip
-    """The best nodes of a pool of tokens (B, P) as a tree; places (B, E) in the pool of the nodes that were expanded.
+    """The best nodes of a pool of tokens (B, P) as a tree; places (B, E) in their levels of those that were expanded.
 
     A stable sort keeps a parent, which comes first in the pool, before a child of equal chance.
     """
@@ -278,7 +280,8 @@ def _keep(
     kept, by_place = order.sort(dim=-1)  # (B, count) pool places in the order of growth
     padding = chance.gather(1, by_place) == -torch.inf
     new_place = torch.zeros_like(tokens).scatter_(1, kept, index.expand_as(kept))
-    parents = new_place.gather(1, places.gather(1, torch.take(pool.parents, kept))).masked_fill_(padding, 0)
+    above = (places + pool.starts).gather(1, torch.take(pool.parents, kept))
+    parents = new_place.gather(1, above).masked_fill_(padding, 0)
     parents[:, 0] = -1
     return DraftTree(
         tokens.gather(1, kept),

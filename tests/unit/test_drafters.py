@@ -153,6 +153,21 @@ def test_calibration_finds_what_made_the_errors() -> None:
         assert abs(chance[:, rank].mean() - (ranks == rank).double().mean()) < 0.01
 
 
+@pytest.mark.parametrize("forcing", [False, True])
+@pytest.mark.parametrize(
+    "calibration", [Calibration(), Calibration(2.0, (0.0, -0.7, 0.4), 0.01), Calibration(1.0, (0.3,), 0.0)], ids=str
+)
+def test_chances_are_their_definition(calibration: Calibration, forcing: bool) -> None:
+    """Also where children are impossible; and the only possible one is certain where tokens are forced."""
+    scores = torch.tensor([[1.5, 1.0, 0.2, -3.0], [2.0, 1.0, -torch.inf, -torch.inf], [7.0, *[-torch.inf] * 3]])
+    bias = torch.tensor([calibration.biases[min(rank, len(calibration.biases) - 1)] for rank in range(4)])
+    weight = (bias + (scores - scores[:, :1]) * calibration.slope).exp().double()
+    miss = torch.tensor([calibration.miss, calibration.miss, 0.0 if forcing else calibration.miss])
+    found = calibration.log_chance(scores, forcing=forcing)
+    torch.testing.assert_close(found.exp().double(), weight / (weight.sum(-1) + miss)[:, None], atol=1e-6, rtol=1e-5)
+    assert torch.equal(found == -torch.inf, scores == -torch.inf) and bool((found <= 0).all())
+
+
 @pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
 @pytest.mark.parametrize("rope", [Rope((2, 3, 3)), Rope((2, 3, 3), pairing="interleaved")], ids=["half", "interleaved"])
 def test_rotations_are_looked_up_as_they_are_computed(layout: Layout, rope: Rope) -> None:

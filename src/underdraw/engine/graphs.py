@@ -13,6 +13,7 @@ import gc
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol, get_args
 
@@ -102,7 +103,7 @@ def _anchor(device: int) -> torch.cuda.CUDAGraph:
 
 @functools.cache
 def compiled_regions(backend: str = "inductor", *, tuned: bool = False) -> Regions:
-    """What lies between attentions, compiled for one node and for any other number; all layers share it.
+    """What lies between attentions, compiled for any number of nodes; all layers share it. Few nodes have kernels.
 
     torch caches them on disk. `tuned` also tries kernels for the matrix products, which takes minutes.
     """
@@ -114,7 +115,13 @@ def compiled_regions(backend: str = "inductor", *, tuned: bool = False) -> Regio
     def compiled(region: Any) -> Any:
         return torch.compile(region, fullgraph=True, backend=backend, mode=mode)
 
-    return Regions(*map(compiled, (PLAIN.enter, PLAIN.between, PLAIN.leave, PLAIN.seen)))
+    own = PLAIN.enter, PLAIN.between, PLAIN.leave, PLAIN.seen
+    regions = Regions(*map(compiled, own))
+    if backend != "inductor" or not torch.cuda.is_available():
+        return regions
+    from underdraw.nn import slim
+
+    return replace(regions, few=slim.REGIONS)
 
 
 class Graphs:

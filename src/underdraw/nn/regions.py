@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from underdraw.nn.attention import seen
 from underdraw.nn.rope import Turn, turned
-from underdraw.nn.transformer import Block, Transformer
+from underdraw.nn.transformer import Arch, Block, Transformer
 
 
 def enter(block: Block, x: Tensor, turn: Turn, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
@@ -47,6 +47,11 @@ class Regions:
     between: Callable[..., tuple[Tensor, Tensor]] = between
     leave: Callable[[Block, nn.Module, Tensor, Tensor], Tensor] = leave
     seen: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = seen
+    fits: Callable[[Arch, Tensor], bool] = lambda arch, x: True
+    few: Regions | None = None  # which take the place of these for the nodes x (R, N, dim) that they fit
+
+    def suited(self, arch: Arch, x: Tensor) -> Regions:
+        return self.few if self.few is not None and self.few.fits(arch, x) else self
 
 
 PLAIN = Regions()
@@ -64,7 +69,7 @@ class Caches:
 
 def through(net: Transformer, x: Tensor, factors: Tensor, caches: Caches, regions: Regions = PLAIN) -> Tensor:
     """Embeddings (R, N, dim) and their rotation's factors (R, N, 2, width) to features (R, N, dim) for the head."""
-    turn = turned(factors)
+    turn, regions = turned(factors), regions.suited(net.arch, x)
     blocks: list[Block] = list(net.blocks)  # type: ignore[arg-type]
     q = regions.enter(blocks[0], x, turn, caches.keys[0], caches.values[0], caches.slots)
     for layer, (block, after) in enumerate(pairwise(blocks)):

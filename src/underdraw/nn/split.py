@@ -2,8 +2,8 @@
 """Attention of a few nodes to a long cache on a GPU: every head's share of the cache is split among many processors.
 
 A fused kernel gives one head of one row to one processor, which reads the whole cache alone while most others have
-nothing to do. Here each reads a short stretch; a second, small kernel joins what they found. Stretches past what a row
-holds are not read at all, so a pass may look at the whole cache and costs what is in it. Needs triton.
+nothing to do. Here each reads a short stretch; a second, small kernel joins what they found. Stretches are shares of
+what a row holds, so a pass may look at the whole cache and costs what is in it. Needs triton.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from torch import Tensor
 
 NARROWEST = 16  # of what a matrix unit multiplies
 _KEYS = 64  # cache slots at a time
+_STAGES = 3  # of those that are on their way
+_BUSY = 264  # blocks that a device works on at once
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _parts(  # type: ignore[no-untyped-def]
     q, keys, values, committed, ancestors, part, top, total, q_row, q_node, q_head, k_row, k_group, a_image, a_node,
     a_slot, length, count, nodes, rows, images, scale, GROUPS: tl.constexpr, SHARE: tl.constexpr,
-    STRETCH: tl.constexpr, M: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries of one row and group against one stretch: sums of values, the largest score and the sum of weights."""
     pair, split = tl.program_id(0), tl.program_id(1)
@@ -34,9 +36,11 @@ def _parts(  # type: ignore[no-untyped-def]
     query = tl.load(
         q + row * q_row + node[:, None] * q_node + head[:, None] * q_head + d, mask=there[:, None], other=0.0
     )
-    start = split * STRETCH
     known = tl.load(committed + row).to(tl.int32)
-    stop = tl.minimum(tl.minimum(start + STRETCH, length), known + nodes)
+    used = tl.minimum(known + nodes, length)
+    stretch = tl.cdiv(tl.cdiv(used, tl.num_programs(1)), KEYS) * KEYS
+    start = split * stretch
+    stop = tl.minimum(start + stretch, used)
     line = ancestors + (row % images).to(tl.int64) * a_image + node[:, None] * a_node
     largest = tl.full([M], float("-inf"), tl.float32)
     weight = tl.zeros([M], tl.float32)
@@ -95,20 +99,17 @@ def attend_split(q: Tensor, keys: Tensor, values: Tensor, committed: Tensor, anc
     images, _, nodes = ancestors.shape
     rows = heads // groups * count  # queries of one group
     block = min(max(triton.next_power_of_2(rows), NARROWEST), 64)
-    stretch = 128 if block <= 16 else 256
-    while batch * groups * -(-length // stretch) > 2048:
-        stretch *= 2
-    splits = -(-length // stretch)
-    pairs = batch * groups
+    pairs, blocks = batch * groups, -(-rows // block)
+    splits = max(1, min(_BUSY // (pairs * blocks), -(-length // _KEYS)))
     part = torch.empty(pairs, splits, rows, width, dtype=torch.float32, device=q.device)
     top, total = torch.empty(2, pairs, splits, rows, dtype=torch.float32, device=q.device)
     out = torch.empty(batch, count, heads * width, dtype=q.dtype, device=q.device)
     shape: dict[str, Any] = {"GROUPS": groups, "SHARE": heads // groups, "D": width}
     with torch.cuda.device_of(q):
-        _parts[(pairs, splits, -(-rows // block))](
+        _parts[(pairs, splits, blocks)](
             q, keys, values, committed, ancestors.view(torch.uint8), part, top, total, *q.stride()[:3],
             *keys.stride()[:2], *ancestors.stride(), length, count, nodes, rows, images, width**-0.5, **shape,
-            STRETCH=stretch, M=block, KEYS=_KEYS, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            M=block, KEYS=_KEYS, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=_STAGES,
         )  # fmt: skip
         _join[(pairs, rows)](
             part, top, total, out, splits, count, rows, **shape, S=triton.next_power_of_2(splits)

@@ -1,0 +1,15 @@
+"""Programs of triton kernels, run by its interpreter: no device needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+
+def run(program: str) -> None:
+    """Run a program with this process's paths; what it ends with is an error here."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

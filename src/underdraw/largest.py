@@ -12,17 +12,22 @@ _SIGN, _REST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _kth(x, out, columns, k, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The k-th largest number of a row: its bits are found one by one, by counting what is at least as large."""
+def _keep(x, out, columns, k, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row with -inf in the place of what is below its k-th largest number.
+
+    The bits of that number are found one by one, by counting what is at least as large.
+    """
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, C)
-    bits = tl.load(x + row * columns + c, mask=c < columns, other=float("-inf")).to(tl.int32, bitcast=True)
+    value = tl.load(x + row * columns + c, mask=c < columns, other=float("-inf"))
+    bits = value.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ _REST, bits)  # whole numbers in the order of the floats
     found = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= k, 0, _SIGN)
     for place in tl.static_range(31):
         tried = found + (1 << (30 - place))
         found = tl.where(tl.sum((key >= tried).to(tl.int32), 0) >= k, tried, found)
     found = tl.where(found < 0, found ^ _REST, found)
-    tl.store(out + row, found.to(tl.float32, bitcast=True))
+    kept = tl.where(value < found.to(tl.float32, bitcast=True), float("-inf"), value)
+    tl.store(out + row * columns + c, kept, mask=c < columns)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -41,14 +46,14 @@ def _warps(columns: int) -> int:
     return min(max(triton.next_power_of_2(columns) // 1024, 4), 32)
 
 
-def kth_largest(x: Tensor, k: int) -> Tensor:
-    """(..., K) float32 -> (..., 1)."""
+def keep_largest(x: Tensor, k: int) -> Tensor:
+    """(..., K) float32, with everything below the k-th largest number of a row at -inf."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    out = torch.empty(len(rows), dtype=x.dtype, device=x.device)
+    out = torch.empty_like(rows)
     size = triton.next_power_of_2(x.shape[-1])
     with torch.cuda.device_of(x):
-        _kth[(len(rows),)](rows, out, x.shape[-1], k, C=size, num_warps=_warps(size))
-    return out.view(*x.shape[:-1], 1)
+        _keep[(len(rows),)](rows, out, x.shape[-1], k, C=size, num_warps=_warps(size))
+    return out.view(x.shape)
 
 
 def top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -173,8 +173,7 @@ class Sampler:
             return logits
         scaled = logits if self.temperature == 1 else logits * (1 / self.temperature)
         if self.top_k:
-            kth = kth_largest(scaled, self.top_k)
-            scaled = scaled.masked_fill(scaled < kth, -torch.inf)
+            scaled = keep_largest(scaled, self.top_k)
         if self.top_p < 1:
             ordered, order = scaled.sort(dim=-1, descending=True)
             chance = ordered.softmax(-1)
@@ -266,13 +265,14 @@ def _short(values: Tensor) -> bool:
     return fits and values.device.type == "cuda" and _triton()
 
 
-def kth_largest(values: Tensor, k: int) -> Tensor:
-    """The k-th largest number of each row: (..., K) -> (..., 1)."""
+def keep_largest(values: Tensor, k: int) -> Tensor:
+    """Values (..., K) with everything below the k-th largest number of a row at -inf."""
     if _short(values):
-        from underdraw.largest import kth_largest as at_once
+        from underdraw.largest import keep_largest as at_once
 
         return at_once(values, k)
-    return values.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    kth = values.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    return values.masked_fill(values < kth, -torch.inf)
 
 
 def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import attending
 import captured
 import pytest
+import selecting
 import torch
 import toy
 
@@ -144,15 +145,6 @@ def test_graphs_that_nobody_holds_do_not_spoil_a_capture() -> None:
         gc.set_threshold(*threshold)
 
 
-@pytest.mark.parametrize(("rows", "columns", "k"), [(1, 8192, 2000), (64, 16384, 1000), (3, 1000, 5), (2, 41, 40)])
+@pytest.mark.parametrize(("rows", "columns", "k"), [(64, 16384, 1000), *selecting.CASES])
 def test_selection_is_that_of_torch(rows: int, columns: int, k: int) -> None:
-    from underdraw.largest import kth_largest, top
-
-    scores = torch.randn(2, rows, columns, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    scores[..., ::7] = scores[..., :1]  # equal ones
-    scores[0, 0, 3:9] = -torch.inf
-    assert torch.equal(kth_largest(scores, k)[..., 0], scores.topk(k).values[..., -1])
-    values, places = top(scores, 10)
-    assert torch.equal(values, scores.topk(10).values)
-    assert torch.equal(scores.gather(-1, places), values)
-    assert all(len(set(row)) == 10 for row in places.flatten(0, 1).tolist())
+    selecting.check(rows, columns, k, torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""The split attention of GPUs, by triton's interpreter where triton is installed: what torch's attention gives."""
+"""Kernels of GPUs, by triton's interpreter where triton is installed: what torch's attention and selection give."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ import torch
 
 from underdraw.nn.attention import seen
 
-PROGRAM = """
+ATTENTION = """
 import torch
 from underdraw.nn.split import attend_split
 import attending
 
 for case in attending.CASES:
     attending.check(case, attend_split, torch.device("cpu"), torch.float32, 1e-5)
+"""
+SELECTION = """
+import torch
+import selecting
+
+for case in selecting.CASES:
+    selecting.check(*case, torch.device("cpu"))
 """
 
 
@@ -32,8 +39,9 @@ def test_what_is_seen_is_committed_or_an_ancestor(case: attending.Case) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-def test_split_attention_is_attention() -> None:
+@pytest.mark.parametrize("program", [ATTENTION, SELECTION], ids=["attention", "selection"])
+def test_kernels_give_what_torch_gives(program: str) -> None:
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

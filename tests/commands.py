@@ -35,10 +35,10 @@ def call(*arguments: object) -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
-def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
+def start(*arguments: object, cwd: Path, program: tuple[str, str] = ("-m", "underdraw")) -> subprocess.Popen[str]:
     """`underdraw ARGUMENTS` in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "underdraw", *map(str, arguments)]
+    command = [sys.executable, *program, *map(str, arguments)]
     return subprocess.Popen(
         command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -15,7 +15,19 @@ from PIL import Image
 
 from underdraw.cli.manifest import Manifest
 
-COUNT = 14
+COUNT, PASSES = 14, 35  # pictures, and passes of each
+# `underdraw` whose passes take long once three pictures are drawn, so that it is stopped inside one on any machine.
+SLOWED = f"""
+import itertools, sys, time
+from underdraw.cli.app import main
+from underdraw.engine.passes import Passes
+made, advance = itertools.count(), Passes.advance
+def slowed(*given):
+    time.sleep(0.1 * (next(made) >= {3 * PASSES}))
+    return advance(*given)
+Passes.advance = slowed
+sys.exit(main())
+"""
 
 
 @pytest.fixture
@@ -58,14 +70,14 @@ def finish(command: list[object], folder: Path, before: int) -> Result:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
 def test_a_stopped_run_goes_on(command: list[object], tmp_path: Path, how: signal.Signals) -> None:
     folder = tmp_path / "out"
-    process = start(*command, cwd=tmp_path)
-    deadline = time.monotonic() + 60
+    process = start(*command, cwd=tmp_path, program=("-c", SLOWED))
+    deadline = time.monotonic() + 180
     manifest = folder / "manifest.jsonl"
     while not manifest.exists() or manifest.read_text().count("\n") < 3:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
     process.send_signal(how)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     left = manifest.read_bytes()
     before = left.count(b"\n")
     assert 3 <= before < COUNT
@@ -76,7 +88,7 @@ def test_a_stopped_run_goes_on(command: list[object], tmp_path: Path, how: signa
         assert process.returncode == -signal.SIGKILL
     finish(command, folder, before)
     one = call(*command[:-1], tmp_path / "whole")
-    assert one.record["passes"] == COUNT * 35
+    assert one.record["passes"] == COUNT * PASSES
     for path in folder.glob("*.png"):
         assert Image.open(path).tobytes() == Image.open(tmp_path / "whole" / path.name).tobytes()
 

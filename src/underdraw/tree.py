@@ -66,6 +66,7 @@ class Verdict:
     path: Tensor  # (B, D) node indices from the root down; entries past `length` are 0
     length: Tensor  # (B,) drafted nodes on the path
     next_token: Tensor  # (B,) token ids
+    chosen: Tensor | None = None  # (B, N) what the target would draw at each node, if all were looked at
 
     def narrow(self, length: int) -> Verdict:
         """The same verdict when no path is longer than `length`."""

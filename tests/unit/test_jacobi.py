@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from tables import TableTarget, draw, joint, tables
 from test_laws import P_BIASED, P_LEGAL, PLAIN, ROW_ENDS, TARGET, p_value
 from torch import Tensor
@@ -14,8 +15,10 @@ from torch import Tensor
 from underdraw import Pipeline
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.layout import Layout
+from underdraw.plan import TreePlan
+from underdraw.protocols import Outcome, Prompt, Request
 from underdraw.registry import policies
-from underdraw.sampling import Draws
+from underdraw.sampling import Draws, Sampler
 from underdraw.tree import DraftTree, Proposal, Verdict
 from underdraw.verifiers.exact import Exact
 from underdraw.verifiers.rejection import Rejection
@@ -58,6 +61,29 @@ class Stale:
 
 def test_the_harness_rejects_a_wrong_q() -> None:
     assert fit(Stale(), TARGET, PLAIN) < P_BIASED
+
+
+@pytest.mark.parametrize("init", ["left", "above"])
+@pytest.mark.parametrize("told", [False, True], ids=["chosen-here", "chosen-by-the-verifier"])
+def test_guesses_are_what_the_target_chose_in_the_pass_before(told: bool, init: Any) -> None:
+    """The guess for step s + 1 is the choice at the node of step s; steps that are new start from a neighbour."""
+    layout = Layout(3, 4, range(4, 16))
+    session = TableTarget(tables(layout, seed=1)[0]).open([Prompt((0,))] * 2, layout, guidance=1.0)
+    draft = Jacobi(window=6, init=init).open([Prompt((0,))] * 2, layout, session.first, guidance=1.0)
+    root, steps, sampler = torch.tensor([5, 9]), torch.tensor([0, 0]), Sampler(layout, [3, 4])
+    draws = sampler.draws(steps, 5)
+    tree = draft.draft(Request(root, steps, TreePlan(4, 1, 1, 5), draws))
+    assert tree.tokens.tolist() == [[5] * 5, [9] * 5], "the neighbours of the first row lie to its left"
+    output = session.run(tree, steps)
+    chosen = layout.tokens(draws.choose(output.logits, tree.depths + 1))
+    if told:
+        chosen = (chosen - 3) % 12 + 4  # others than those that the drafter would find
+    verdict = Verdict(torch.zeros(2, 1, dtype=torch.int64), torch.zeros_like(root), chosen[:, 0])
+    verdict = replace(verdict, chosen=chosen if told else None).narrow(0)
+    draft.commit(Outcome(tree, verdict, output, draws, torch.ones_like(root), (1, 1)))
+    tree = draft.draft(Request(chosen[:, 0], steps + 1, TreePlan(6, 1, 1, 7), sampler.draws(steps + 1, 7)))
+    new = chosen[:, [4, 4]] if init == "left" else chosen[:, [1, 2]]  # cells (1, 2) and (1, 3), below steps 2 and 3
+    assert torch.equal(tree.tokens, torch.cat([chosen, new], dim=1))
 
 
 def test_greedy_is_the_greedy_image() -> None:

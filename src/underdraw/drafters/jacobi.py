@@ -108,9 +108,11 @@ class JacobiSession(LastingDraft):
 
     def commit(self, outcome: Outcome) -> None:
         """Keep what the target chose at each node of the chain as the guess for the step after it."""
-        depths = outcome.tree.depths  # (B, N)
+        depths, chosen = outcome.tree.depths, outcome.verdict.chosen  # (B, N)
         if self.proposal == "sampled":
             choices = self.layout.tokens(self._redraw(outcome))
+        elif chosen is not None:
+            choices = chosen
         else:
             choices = self.layout.tokens(outcome.draws.choose(outcome.output.logits, depths + 1))
         steps = self.steps[:, None] + 1 + torch.arange(depths.shape[1], device=depths.device)

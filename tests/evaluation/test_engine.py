@@ -105,6 +105,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "(forced)" in text and "| one node | 99.31 % | 25 % |" in text
     assert f"torch {record['machine']['torch']}, commit" in text and "trees of 16 nodes" in text
     assert "![" in text and (tmp_path / "page.svg").read_text().startswith("<?xml")
+    for part in ("plain", "verify_ms", "level_ms", "replays", "profiles"):  # of a run that was stopped
+        del record[part]
+        (tmp_path / "out.json").write_text(json.dumps(record))
+        write_page([tmp_path / "out.json"], tmp_path / "page.md")
+        assert "| floor |" in (tmp_path / "page.md").read_text()
 
 
 @pytest.mark.parametrize(

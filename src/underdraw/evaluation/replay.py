@@ -104,4 +104,4 @@ class Replay:
         own = tree.ancestors[rows, node]  # (B, N)
         index, level = (torch.arange(count, device=node.device) for count in (tree.size, reach))
         path = ((own[:, None] & (tree.depths[:, None] == level[:, None])) * index).amax(-1)  # (B, reach)
-        return Verdict(path, length, chosen.gather(1, node[:, None])[:, 0])
+        return Verdict(path, length, chosen.gather(1, node[:, None])[:, 0], chosen)

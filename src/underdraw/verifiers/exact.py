@@ -56,4 +56,4 @@ def agree(tree: DraftTree, reach: int, choose: Callable[[Tensor, int], Tensor]) 
 def agree_at_once(tree: DraftTree, reach: int, chosen: Tensor) -> Verdict:
     """`agree` with the target's choice at every node (B, N) known."""
     path, length = follow(tree, reach, tree.tokens, chosen)
-    return Verdict(path, length, chosen.gather(1, path.gather(1, length[:, None]))[:, 0])
+    return Verdict(path, length, chosen.gather(1, path.gather(1, length[:, None]))[:, 0], chosen)

@@ -154,8 +154,9 @@ def product(
     )
     parts = 1 if sizes is None else len(sizes.squares)
     _product[(blocks,)](
-        inner.contiguous(), weight.contiguous(), out if sizes is None else sizes.squares, out if residual is None else residual,
-        out if norm is None else norm.weight, out, *((out, out) if scaled is None else (scaled.rows, scaled.squares)),
+        inner.contiguous(), weight.contiguous(), out if sizes is None else sizes.squares,
+        out if residual is None else residual, out if norm is None else norm.weight, out,
+        *((out, out) if scaled is None else (scaled.rows, scaled.squares)),
         rows, outputs, inputs, parts, 0.0 if sizes is None else sizes.eps, NORM=sizes is not None, GATED=gated,
         RESIDUAL=residual is not None, SCALED=scaled is not None, M=m, N=n, K=k, P=triton.next_power_of_2(parts),
         num_warps=warps, num_stages=stages,

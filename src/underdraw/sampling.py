@@ -245,8 +245,8 @@ class Draws:
 
 
 def first_best(scores: Tensor) -> Tensor:
-    """The column of the best score of each row, the first of equals: as `argmax`, several times faster on long rows."""
-    if scores.shape[-1] % _BLOCK or scores.shape[-1] < 8 * _BLOCK:
+    """The column of the best score of each row, the first of equals: `argmax`, on a CPU faster on long rows."""
+    if not scores.is_cpu or scores.shape[-1] % _BLOCK or scores.shape[-1] < 8 * _BLOCK:
         return scores.argmax(-1)
     blocks = scores.unflatten(-1, (-1, _BLOCK))
     which = blocks.amax(-1).argmax(-1, keepdim=True)  # (..., 1)

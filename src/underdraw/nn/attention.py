@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -71,9 +72,10 @@ def seen(ancestors: Tensor, committed: Tensor, slots: Tensor, ends: Tensor, cost
     return table.expand(len(index), -1, -1, -1).gather(3, index).flatten(0, 1)
 
 
-def splits(kernel: Kernel, width: int) -> bool:
-    """True if heads of this width are attended to by `nn.split`."""
-    return kernel == "split" and width in _SPLIT_WIDTHS
+def splits(kernel: Kernel, heads: int, groups: int, width: int, device: torch.device) -> bool:
+    """True if `nn.split` attends: when it is asked for, and instead of torch's own where heads share keys."""
+    shared = kernel == "fused" and heads != groups and device.type == "cuda" and find_spec("triton") is not None
+    return (kernel == "split" or shared) and width in _SPLIT_WIDTHS
 
 
 def _copies(share: int, count: int, dtype: torch.dtype) -> int:
@@ -132,7 +134,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible | Tree, ker
     rows, count, heads, width = q.shape
     groups = keys.shape[1]
     q = q.transpose(1, 2)
-    if kernel == "fused" and heads == groups:  # it is slow where heads share keys
+    if kernel == "fused" and heads == groups:  # torch's own is slow where heads share keys
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible.bias)
     else:
         q = q.reshape(rows, groups, heads // groups * count, width)

@@ -161,7 +161,7 @@ class Stream:
     def _visible(self, ancestors: Tensor, spread: int, length: int) -> Visible | Tree:
         """ancestors (B, N, M + N) as what is seen of `length` cache slots."""
         arch, device = self.net.arch, self.length.device
-        if splits(self.kernel, arch.width):
+        if splits(self.kernel, arch.heads, arch.groups, arch.width, device):
             return Tree(self.length, ancestors)
         ends, costs = (True, False), (0.0, -torch.inf)
         bias = self.regions.seen(

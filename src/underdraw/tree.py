@@ -200,7 +200,8 @@ class _Pool:
         depths = torch.cat([root, (level + 1).repeat_interleave(branch)])
         ranks = torch.cat([root, torch.arange(branch).repeat(len(level))])
         parents = torch.cat([root, torch.arange(len(level)).repeat_interleave(branch)])
-        starts = [0] + [1 + sum(widths[: depth - 1]) * branch for depth in level.tolist()[1:]]
+        begins = [0] + [1 + sum(widths[:depth]) * branch for depth in range(len(widths) - 1)]  # of the levels
+        starts = [begin for begin, width in zip(begins, widths, strict=True) for _ in range(width)]
         return cls(depths.to(device), ranks.to(device), parents.to(device), torch.tensor(starts, device=device))
 
 

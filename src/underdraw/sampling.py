@@ -33,6 +33,7 @@ _CHUNK = 16  # nodes whose scores stay in a processor's cache
 _SHORT = 2**14  # columns that one processor of a GPU holds at once
 _FEW = 16  # best scores that are looked for one after the other
 _TOGETHER = 2**22  # numbers of noise that are drawn together when all of it is
+_TESTS = 32  # accept tests a step that are drawn ahead
 AHEAD = 2**29  # bytes of noise that may be drawn ahead
 # The additive constant and multipliers of the splitmix64 generator, as signed 64-bit integers.
 _GAMMA, _MULTIPLY_1, _MULTIPLY_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
@@ -100,30 +101,39 @@ class Sampler:
         self.top_k = top_k if top_k < len(layout.codes) else 0
         self.top_p = float(top_p)
         self.seeds = torch.tensor(list(seeds), dtype=torch.int64, device=device)  # (B,)
-        self.ahead: Tensor | None = None  # (B, steps, columns) the noise of every step, see `look_ahead`
+        self.ahead: dict[Stream, Tensor] = {}  # (B, steps, columns) the noise of every step, see `look_ahead`
 
     def copy(self) -> Sampler:
         """The same settings with seeds of its own."""
         other = copy.copy(self)
-        other.seeds, other.ahead = self.seeds.clone(), None
+        other.seeds, other.ahead = self.seeds.clone(), {}
         return other
 
-    def look_ahead(self, seeds: Tensor) -> None:
+    def look_ahead(self, seeds: Tensor, streams: Sequence[Stream] = ("target",)) -> None:
         """Go on with other seeds, and draw all of their noise now, if it is not too much to be kept.
 
         Drawing takes dozens of operations, and a GPU has to begin each of them; looking it up takes one.
         """
         self.seeds.copy_(seeds)
         layout = self.layout
-        size = len(self) * layout.steps * layout.columns
-        if self.greedy or 4 * size > AHEAD:
-            return
-        if self.ahead is None:
-            self.ahead = torch.empty(len(self), layout.steps, layout.columns, device=self.device)
         order = torch.arange(layout.steps, device=self.device).expand(len(self), -1)
-        count = max(1, _TOGETHER // (len(self) * layout.columns))
-        for part, steps in zip(self.ahead.split(count, dim=1), order.split(count, dim=1), strict=True):
-            part.copy_(gumbel(self.seeds, steps, layout.columns))
+        for stream in streams:
+            draw, width = (_uniform, _TESTS) if stream == "accept" else (gumbel, layout.columns)
+            if (self.greedy and stream != "accept") or 4 * order.numel() * width > AHEAD:
+                continue
+            if stream not in self.ahead:
+                dtype = torch.float64 if stream == "accept" else torch.float32
+                self.ahead[stream] = torch.empty(*order.shape, width, dtype=dtype, device=self.device)
+            count = max(1, _TOGETHER // (len(self) * width))
+            for part, steps in zip(self.ahead[stream].split(count, dim=1), order.split(count, dim=1), strict=True):
+                part.copy_(draw(self.seeds, steps, width, stream))
+
+    def looked_up(self, stream: Stream, steps: Tensor) -> Tensor:
+        """What was drawn ahead for steps (B, S), those past the last one as the last: (B, S, columns)."""
+        table = self.ahead[stream]
+        place = steps.clamp(0, self.layout.steps - 1)  # what lies behind is never chosen
+        place = place + torch.arange(0, table.shape[0] * table.shape[1], table.shape[1], device=steps.device)[:, None]
+        return table.flatten(0, 1).index_select(0, place.flatten()).view(*steps.shape, -1)
 
     @property
     def greedy(self) -> bool:
@@ -145,11 +155,8 @@ class Sampler:
         steps = roots[:, None] + torch.arange(1, reach + 1, device=roots.device)  # (B, reach)
         if self.greedy:
             return Draws(self, steps, None)
-        if self.ahead is not None:
-            own = steps.clamp(0, self.layout.steps - 1)  # what lies behind is never chosen
-            own = own + torch.arange(0, own.shape[0] * self.layout.steps, self.layout.steps, device=own.device)[:, None]
-            noise = self.ahead.flatten(0, 1).index_select(0, own.flatten())
-            return Draws(self, steps, noise.view(*steps.shape, -1))
+        if "target" in self.ahead:
+            return Draws(self, steps, self.looked_up("target", steps))
         if before is None or before.noise is None or moved is None:
             return Draws(self, steps, gumbel(self.seeds, steps, self.layout.columns))
         noise = before.noise[:, moved:]
@@ -236,11 +243,15 @@ class Draws:
 
     def gumbel(self, stream: Stream, again: int | Tensor = 0) -> Tensor:
         """Noise of another stream for the same steps: (B, reach, columns); `again` counts draws for one step."""
-        layout = self.sampler.layout
-        return gumbel(self.sampler.seeds, self.steps + again * layout.steps, layout.columns, stream)
+        layout, own = self.sampler.layout, self.sampler
+        if stream in own.ahead and isinstance(again, int) and not again:
+            return own.looked_up(stream, self.steps)
+        return gumbel(own.seeds, self.steps + again * layout.steps, layout.columns, stream)
 
     def uniform(self, count: int) -> Tensor:
         """Numbers in (0, 1) for accept tests, `count` a step: (B, reach, count) float64."""
+        if "accept" in self.sampler.ahead and count <= _TESTS:
+            return self.sampler.looked_up("accept", self.steps)[..., :count]
         return _uniform(self.sampler.seeds, self.steps, count, "accept")
 
 

@@ -181,17 +181,20 @@ def test_noise_drawn_ahead_is_that_of_every_step(layout: Layout) -> None:
     sampler = Sampler(layout, [3, 4])
     for seeds in ([3, 4], [7, 9]):
         fresh = Sampler(layout, seeds)
-        sampler.look_ahead(fresh.seeds)
+        sampler.look_ahead(fresh.seeds, ("target", "draft", "accept"))
         roots = torch.tensor([layout.start, layout.steps - 4])
-        ahead, drawn = sampler.draws(roots, 3).noise, fresh.draws(roots, 3).noise
-        assert ahead is not None and drawn is not None and torch.equal(ahead, drawn)
+        looked, made = sampler.draws(roots, 3), fresh.draws(roots, 3)
+        assert looked.noise is not None and made.noise is not None and torch.equal(looked.noise, made.noise)
+        assert torch.equal(looked.gumbel("draft"), made.gumbel("draft"))
+        assert torch.equal(looked.gumbel("draft", 2), made.gumbel("draft", 2))
+        assert torch.equal(looked.uniform(5), made.uniform(5)) and torch.equal(looked.uniform(99), made.uniform(99))
     beyond = sampler.draws(torch.tensor([layout.steps - 2] * 2), 4)
     assert beyond.noise is not None and beyond.noise.shape[:2] == (2, 4)
-    assert sampler.copy().ahead is None
+    assert not sampler.copy().ahead
 
 
 def test_too_much_noise_is_not_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "AHEAD", 700)
     sampler = Sampler(PLAIN, [3])
     sampler.look_ahead(sampler.seeds)
-    assert sampler.ahead is None
+    assert not sampler.ahead

@@ -28,7 +28,7 @@ from underdraw.nn.regions import PLAIN, Regions
 from underdraw.nn.session import DecoderSession
 from underdraw.plan import TreePlan, padded_size
 from underdraw.protocols import Drafter, Prompt, Target, Verifier
-from underdraw.sampling import Sampler
+from underdraw.sampling import Sampler, Stream
 from underdraw.tree import Limits, Proposal, envelope
 
 log = logging.getLogger(__name__)
@@ -193,7 +193,10 @@ class Captured(Passes):
     ) -> None:  # fmt: skip
         super().__init__(session, draft, verifier, sampler, proposal, laws)
         self.graphs, self.target, self.lasting = graphs, session, draft
-        sampler.look_ahead(sampler.seeds)
+        self.streams: tuple[Stream, ...] = (
+            ("target", "draft", "accept") if proposal == "sampled" else ("target", "accept")
+        )
+        sampler.look_ahead(sampler.seeds, self.streams)
         self.quantum = graphs.quantum or (_SPAN if session.stream.capacity > _SMALL else _WHOLE)
         self.runs: dict[Hashable, Recorded | None] = {}  # None: met once
         device = self.steps.device
@@ -204,7 +207,7 @@ class Captured(Passes):
         """Start with new prompts and seeds in the same buffers; False if they do not fit."""
         if not self.target.again(prompts) or not self.lasting.again(prompts, self.session.first):
             return False
-        self.sampler.look_ahead(sampler.seeds)
+        self.sampler.look_ahead(sampler.seeds, self.streams)
         return True
 
     def advance(self, wanted: Sequence[TreePlan], places: Sequence[int]) -> tuple[list[TreePlan], list[News]]:

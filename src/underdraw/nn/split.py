@@ -16,7 +16,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 NARROWEST = 16  # of what a matrix unit multiplies
-_KEYS = 64  # cache slots at a time
+_KEYS = 64  # cache slots at a time, and queries
 _STAGES = 3  # of those that are on their way
 _BUSY = 264  # blocks that a device works on at once
 
@@ -98,9 +98,10 @@ def attend_split(q: Tensor, keys: Tensor, values: Tensor, committed: Tensor, anc
     groups, length = keys.shape[1:3]
     images, _, nodes = ancestors.shape
     rows = heads // groups * count  # queries of one group
-    block = min(max(triton.next_power_of_2(rows), NARROWEST), 64)
+    widest = 32 if q.dtype == torch.float32 else _KEYS  # queries, and slots at a time: what the registers hold
+    block = min(max(triton.next_power_of_2(rows), NARROWEST), widest)
     pairs, blocks = batch * groups, -(-rows // block)
-    splits = max(1, min(_BUSY // (pairs * blocks), -(-length // _KEYS)))
+    splits = max(1, min(_BUSY // (pairs * blocks), -(-length // widest)))
     part = torch.empty(pairs, splits, rows, width, dtype=torch.float32, device=q.device)
     top, total = torch.empty(2, pairs, splits, rows, dtype=torch.float32, device=q.device)
     out = torch.empty(batch, count, heads * width, dtype=q.dtype, device=q.device)
@@ -109,7 +110,7 @@ def attend_split(q: Tensor, keys: Tensor, values: Tensor, committed: Tensor, anc
         _parts[(pairs, splits, blocks)](
             q, keys, values, committed, ancestors.view(torch.uint8), part, top, total, *q.stride()[:3],
             *keys.stride()[:2], *ancestors.stride(), length, count, nodes, rows, images, width**-0.5, **shape,
-            M=block, KEYS=_KEYS, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=_STAGES,
+            M=block, KEYS=widest, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=_STAGES,
         )  # fmt: skip
         _join[(pairs, rows)](
             part, top, total, out, splits, count, rows, **shape, S=triton.next_power_of_2(splits)

@@ -157,17 +157,22 @@ class Bench:
     def costs(self) -> dict[str, Any]:
         """What passes cost here with each drafter and verifier, from whole pictures with other trees."""
         found, rows = {}, {}
-        for method in (AR, *self.plan.methods):
-            name = " ".join(kind(method.record()))
-            if name in found:
-                continue
+        for name, (method, temperature) in self._kinds().items():
             trees = ("none",) if method is AR else _CHAINS if self._guesses(method) else _TREES
             own = [replace(method, tree=tree) for tree in trees]
-            key = Key("", self.plan.temperatures[-1], 0, 0)
             for one in own:
-                self._warm(one, key.temperature)
-            rows[name] = [_figures(self.draw(one, key)) for one in own]
-            found[name] = measured([*rows[name], *rows.get(" ".join(kind(AR.record())), [])])
+                self._warm(one, temperature)
+            rows[name] = [_figures(self.draw(one, Key("", temperature, 0, 0))) for one in own]
+            plain = [] if method is AR else rows[kind(AR.record(), temperature)]
+            found[name] = measured([*rows[name], *plain])
+        return found
+
+    def _kinds(self) -> dict[str, tuple[Method, float]]:
+        """A method and a temperature for each kind of pass, plain ones first."""
+        found: dict[str, tuple[Method, float]] = {}
+        for method in (AR, *self.plan.methods):
+            for temperature in reversed(self.plan.temperatures):
+                found.setdefault(kind(method.record(), temperature), (method, temperature))
         return found
 
     def _guesses(self, method: Method) -> bool:
@@ -202,8 +207,7 @@ class Bench:
                 self._warm(method, temperature)
         known = about(self.model.placement.device)
         costs = store.about.get("costs") or {}
-        wanted = {" ".join(kind(method.record())) for method in (AR, *self.plan.methods)}
-        fresh = not wanted <= set(costs)
+        fresh = not set(self._kinds()) <= set(costs)
         store.begin({"machine": known, "costs": self.costs() if fresh else costs})
         for method, key in todo:
             drawn = self.draw(method, key)

@@ -35,9 +35,10 @@ def check_costs(rows: Sequence[Row], costs: Mapping[str, Mapping[str, float]]) -
     fitted = fit(rows)
     found = []
     for (method, temperature), own in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
-        known = costs.get(" ".join(kind(own[0]["settings"])))
+        name = kind(own[0]["settings"], temperature)
+        known = costs.get(name)
         held = [row for row in own if row["prompt"] % 2 == 1]
-        line = fitted.get(kind(own[0]["settings"]))
+        line = fitted.get(name)
         found.append(
             {
                 "method": method, "temperature": temperature,
@@ -49,18 +50,20 @@ def check_costs(rows: Sequence[Row], costs: Mapping[str, Mapping[str, float]]) -
     return found
 
 
-def fit(rows: Sequence[Row]) -> dict[tuple[str, str], NDArray[np.float64]]:
+def fit(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
     """Seconds a prompt, plain pass, tree pass, node and level for each kind of pass, from prompts of even number."""
-    kinds: dict[tuple[str, str], list[Row]] = {}
+    kinds: dict[str, list[Row]] = {}
     for row in rows:
         if row["prompt"] % 2 == 0:
-            kinds.setdefault(kind(row["settings"]), []).append(row)
+            kinds.setdefault(kind(row["settings"], row["temperature"]), []).append(row)
     return {name: _least_squares(own) for name, own in kinds.items()}
 
 
-def kind(settings: Mapping[str, str]) -> tuple[str, str]:
-    """Passes cost alike if the same drafter drafts and the same verifier judges."""
-    return settings["drafter"], settings["verifier"].partition(":")[0]
+def kind(settings: Mapping[str, str], temperature: float) -> str:
+    """Passes cost alike if the same drafter drafts and the same verifier judges, by chance or without."""
+    verifier = settings["verifier"].partition(":")[0]
+    greedy = " greedy" if verifier != "exact" and not temperature else ""
+    return f"{settings['drafter']} {verifier}{greedy}"
 
 
 def _terms(rows: Sequence[Row]) -> NDArray[np.float64]:

@@ -22,6 +22,11 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert python("from underdraw import Pipeline; import sys; print('torch' in sys.modules)") == "True\n"
 
 
+def test_a_pipeline_imports_no_compiler() -> None:
+    """torch's takes longer to import than torch."""
+    assert python("from underdraw import Pipeline; import sys; print('torch._dynamo' in sys.modules)") == "False\n"
+
+
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=lambda words: words[0])
 def test_help_needs_no_torch(words: list[str]) -> None:
     code = f"import sys; from underdraw.cli.app import main; main({words!r}); print('torch' in sys.modules)"

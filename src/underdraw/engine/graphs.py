@@ -24,6 +24,7 @@ from underdraw.engine.passes import Laws, News, Passes, unpacked
 from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.nn.attention import Kernel
 from underdraw.nn.lasting import Frame, LastingDraft
+from underdraw.nn.linear import chunk
 from underdraw.nn.regions import PLAIN, Regions
 from underdraw.nn.session import DecoderSession
 from underdraw.plan import TreePlan, padded_size
@@ -110,6 +111,7 @@ def compiled_regions(backend: str = "inductor", *, tuned: bool = False) -> Regio
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILED)
+    torch.compiler.assume_constant_result(chunk)  # not where it is written: that would take a second of every start
     mode = "max-autotune-no-cudagraphs" if tuned else None
 
     def compiled(region: Any) -> Any:

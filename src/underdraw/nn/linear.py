@@ -18,7 +18,6 @@ from torch import Tensor, nn
 PANEL = 32  # outputs that lie side by side; of 16, 32, 64, 128 and 256 the fastest at two rows
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def chunk() -> int:
     """The longest inner product that the BLAS does in one go for any number of rows; many threads share longer ones."""
     return 768 if torch.get_num_threads() <= 2 else 256

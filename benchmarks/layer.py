@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -29,6 +30,7 @@ from underdraw.nn.split import attend_split
 from underdraw.nn.transformer import Block, Transformer
 
 CAPACITY = 1088  # slots of a cache
+PLACES = ((1, 300), (1, 600), (1, 1000), (64, 600))  # nodes, and slots that they look at
 
 
 class Layers:
@@ -48,7 +50,7 @@ class Layers:
                 work()
             graph = CudaGraph(work)
             work = lambda: graph.replay() or graph.out  # noqa: E731
-        return round(1000 * device_ms(work, repeats=7) / count, 2)
+        return round(1000 * device_ms(work, repeats=7 if self.cuda else 1) / count, 2)
 
     def products(self) -> dict[str, dict[str, float]]:
         """The four products of two rows."""
@@ -62,13 +64,18 @@ class Layers:
             "down": lambda b: slim.product(inner, b.down.weight, residual=x, norm=b.ffn_norm)[0],
         }
         given = {"qkv": x, "out": attended, "gate_up": x, "down": inner}
+
+        def linear(name: str) -> Tensor:
+            return [functional.linear(given[name], getattr(block, name).weight) for block in blocks][-1]
+
+        def fused(name: str) -> Tensor:
+            return [ours[name](block) for block in blocks][-1]
+
+        count = len(blocks)
         return {
-            name: {
-                "linear": self.us(lambda n=name: [functional.linear(given[n], getattr(b, n).weight) for b in blocks][-1], len(blocks)),  # type: ignore[misc]
-                "slim": self.us(lambda n=name: [ours[n](b) for b in blocks][-1], len(blocks)),  # type: ignore[misc]
-            }
+            name: {"linear": self.us(partial(linear, name), count), "slim": self.us(partial(fused, name), count)}
             for name in ours
-        }  # fmt: skip
+        }
 
     def layer(self, regions: Regions, count: int) -> float:
         """A layer without its attention, over two rows of so many nodes."""
@@ -118,9 +125,10 @@ def main() -> None:
     found = {
         "model": given.model, "dtype": str(place.dtype), "products_us": layers.products(),
         "layer_us": {
-            2 * n: {"compiled": layers.layer(whole, n), "slim": layers.layer(slim.REGIONS, n)} for n in (1, 8, 16)
+            2 * n: {"compiled": layers.layer(whole, n), "slim": layers.layer(slim.REGIONS, n)}
+            for n in ((1, 8, 16) if cuda else (1,))
         },
-        "attention_us": {f"{n} over {m}": layers.attention(n, m) for n, m in ((1, 300), (1, 600), (1, 1000), (64, 600))},
+        "attention_us": {f"{n} over {m}": layers.attention(n, m) for n, m in (PLACES if cuda else PLACES[:1])},
     }  # fmt: skip
     print(json.dumps(found, indent=1))
 

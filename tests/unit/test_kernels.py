@@ -1,13 +1,11 @@
-"""Kernels of GPUs, by triton's interpreter where triton is installed: what torch's attention and selection give."""
+"""Kernels of GPUs, by triton's interpreter where triton is installed: what torch gives without them."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import attending
+import interpreted
 import pytest
 import torch
 
@@ -28,6 +26,14 @@ import selecting
 for case in selecting.CASES:
     selecting.check(*case, torch.device("cpu"))
 """
+LAYER = """
+import torch
+import slimming
+
+for options in slimming.ARCHES:
+    for pairing in ("half", "interleaved"):
+        slimming.check(options, pairing, torch.device("cpu"), torch.float32, 1e-5)
+"""
 
 
 @pytest.mark.parametrize("case", attending.CASES, ids=str)
@@ -39,9 +45,6 @@ def test_what_is_seen_is_committed_or_an_ancestor(case: attending.Case) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize("program", [ATTENTION, SELECTION], ids=["attention", "selection"])
+@pytest.mark.parametrize("program", [ATTENTION, SELECTION, LAYER], ids=["attention", "selection", "layer"])
 def test_kernels_give_what_torch_gives(program: str) -> None:
-    paths = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpreted.run(program)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -40,5 +41,10 @@ def start(*arguments: object, cwd: Path, program: tuple[str, str] = ("-m", "unde
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *program, *map(str, arguments)]
     return subprocess.Popen(
-        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_listen
     )
+
+
+def _listen() -> None:
+    """Ctrl-C is heard even if the tests run in the background of a shell, which makes its children deaf to it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from underdraw.engine.passes import Laws, News, Passes, unpacked
 from underdraw.errors import CapacityError, ConfigError, unknown
-from underdraw.nn.attention import Kernel
+from underdraw.nn.attention import Kernel, triton_runs
 from underdraw.nn.lasting import Frame, LastingDraft
 from underdraw.nn.linear import chunk
 from underdraw.nn.regions import PLAIN, Regions
@@ -119,7 +119,7 @@ def compiled_regions(backend: str = "inductor", *, tuned: bool = False) -> Regio
 
     own = PLAIN.enter, PLAIN.between, PLAIN.leave, PLAIN.seen
     regions = Regions(*map(compiled, own))
-    if backend != "inductor" or not torch.cuda.is_available():
+    if backend != "inductor" or not triton_runs(torch.device("cuda")):
         return regions
     from underdraw.nn import slim
 

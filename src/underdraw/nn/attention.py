@@ -8,6 +8,7 @@ plain products with a softmax between them, or a kernel of our own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from underdraw.nn.number import number
 
 BLOCK = 256  # places a block: with up to 128 tree nodes a sum has 384 terms, the most that the BLAS adds in plain order
 _SPLIT_WIDTHS = (16, 32, 64, 128, 256)  # of heads, that `nn.split` has blocks for
+_NARROW = 128  # width of heads whose blocks fit every GPU
 Kernel = Literal["fused", "products", "split"]
 """How a GPU attends: torch's fused attention, two products with a softmax between them, or `nn.split`."""
 
@@ -74,8 +76,16 @@ def seen(ancestors: Tensor, committed: Tensor, slots: Tensor, ends: Tensor, cost
 
 def splits(kernel: Kernel, heads: int, groups: int, width: int, device: torch.device) -> bool:
     """True if `nn.split` attends: when it is asked for, and instead of torch's own where heads share keys."""
-    shared = kernel == "fused" and heads != groups and device.type == "cuda" and find_spec("triton") is not None
+    shared = kernel == "fused" and heads != groups and width <= _NARROW and triton_runs(device)
     return (kernel == "split" or shared) and width in _SPLIT_WIDTHS
+
+
+@functools.cache
+def triton_runs(device: torch.device) -> bool:
+    """True where kernels of our own run: triton is there, and the GPU has the matrix units that they are made for."""
+    if device.type != "cuda" or not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _copies(share: int, count: int, dtype: torch.dtype) -> int:

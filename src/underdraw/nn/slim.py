@@ -11,6 +11,7 @@ For bfloat16, in which a row that was not divided yet cannot overflow. Needs tri
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from underdraw.nn.transformer import Arch, Block, HeadNorm, RMSNorm
 Shape = tuple[int, int, int, int]
 """Outputs and inputs of a block, warps, and stages that are on their way."""
 MOST = 32  # rows; from there on other kernels are as fast
+_LEAST = 99 * 1024  # bytes of shared memory that a block may have on any GPU with bfloat16
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -149,19 +151,29 @@ def product(
     out = inner.new_empty(*inner.shape[:2], outputs)
     n, k, warps, stages = shape or _shape(outputs)
     m, blocks = max(16, triton.next_power_of_2(rows)), triton.cdiv(outputs, n)
+    stages = min(stages, 1 + _room(inner.device) // ((m + n * (1 + gated)) * k * inner.element_size()))
     scaled = (
         None if norm is None else Scaled(torch.empty_like(out), out.new_empty(blocks, m, dtype=torch.float32), norm.eps)
     )
     parts = 1 if sizes is None else len(sizes.squares)
-    _product[(blocks,)](
-        inner.contiguous(), weight.contiguous(), out if sizes is None else sizes.squares,
-        out if residual is None else residual, out if norm is None else norm.weight, out,
-        *((out, out) if scaled is None else (scaled.rows, scaled.squares)),
-        rows, outputs, inputs, parts, 0.0 if sizes is None else sizes.eps, NORM=sizes is not None, GATED=gated,
-        RESIDUAL=residual is not None, SCALED=scaled is not None, M=m, N=n, K=k, P=triton.next_power_of_2(parts),
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(inner):
+        _product[(blocks,)](
+            inner.contiguous(), weight.contiguous(), out if sizes is None else sizes.squares,
+            out if residual is None else residual, out if norm is None else norm.weight, out,
+            *((out, out) if scaled is None else (scaled.rows, scaled.squares)),
+            rows, outputs, inputs, parts, 0.0 if sizes is None else sizes.eps, NORM=sizes is not None, GATED=gated,
+            RESIDUAL=residual is not None, SCALED=scaled is not None, M=m, N=n, K=k, P=triton.next_power_of_2(parts),
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return out, scaled
+
+
+@functools.cache
+def _room(device: torch.device) -> int:
+    """Bytes that blocks on their way may take of a processor."""
+    if device.type != "cuda":
+        return _LEAST
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _LEAST)
 
 
 def _shape(outputs: int) -> Shape:
@@ -183,13 +195,13 @@ def place(
     weights: list[Tensor] = [heads] * 4
     if q is not None and k is not None:
         weights = [w if w is not None else heads for w in (q.weight, q.bias, k.weight, k.bias)]
-    _place[(rows * count, arch.heads + 2 * arch.groups)](
-        heads, cos, sin, *weights, queries, keys, values, slots.contiguous(), cos.stride(0), cos.stride(1),
-        keys.stride(0), values.stride(0), count, H=arch.heads, G=arch.groups, D=arch.width,
-        W=triton.next_power_of_2(arch.width), NORM=q is not None, LAYER=arch.qk_norm == "layer",
-        EACH=arch.qk_norm_heads == "per_head", HALVES=arch.rope.pairing == "half",
-        num_warps=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(heads):
+        _place[(rows * count, arch.heads + 2 * arch.groups)](
+            heads, cos, sin, *weights, queries, keys, values, slots.contiguous(), cos.stride(0), cos.stride(1),
+            keys.stride(0), values.stride(0), count, H=arch.heads, G=arch.groups, D=arch.width,
+            W=triton.next_power_of_2(arch.width), NORM=q is not None, LAYER=arch.qk_norm == "layer",
+            EACH=arch.qk_norm_heads == "per_head", HALVES=arch.rope.pairing == "half", num_warps=1,
+        )  # fmt: skip
     return queries
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from underdraw.nn import regions, slim
 from underdraw.nn.rope import Rope, turned
-from underdraw.nn.transformer import Arch, RMSNorm, Transformer
+from underdraw.nn.transformer import Arch, Block, RMSNorm, Transformer
 
 ARCHES: tuple[dict[str, Any], ...] = (
     {"qk_norm": "layer", "qk_norm_heads": "per_head"},
@@ -41,11 +41,13 @@ def check(options: dict[str, Any], pairing: Any, device: torch.device, dtype: to
     first, second = net.blocks
     assert isinstance(net.norm, RMSNorm)
     answers = []
-    for way in (regions.PLAIN, slim.REGIONS):
+    whole = slim.placing(Block.heads, regions.joined)
+    for way in (regions.PLAIN, slim.REGIONS, whole):
         caches = [torch.zeros(rows * groups * 40, width, device=device, dtype=dtype) for _ in range(4)]
         q = way.enter(first, x, turn, *caches[:2], slots)
         between = way.between(first, second, x, attended, turn, *caches[2:], slots)
         answers.append([q, *between, way.leave(second, net.norm, x, attended), *caches])
-    for expected, found in zip(*answers, strict=True):
-        assert expected.shape == found.shape and expected.abs().sum() > 0
-        assert (expected.float() - found.float()).abs().max() <= tolerance * expected.float().abs().max()
+    for expected, *others in zip(*answers, strict=True):
+        for found in others:
+            assert expected.shape == found.shape and expected.abs().sum() > 0
+            assert (expected.float() - found.float()).abs().max() <= tolerance * expected.float().abs().max()

@@ -25,8 +25,9 @@ from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.nn.attention import Kernel, triton_runs
 from underdraw.nn.lasting import Frame, LastingDraft
 from underdraw.nn.linear import chunk
-from underdraw.nn.regions import PLAIN, Regions
+from underdraw.nn.regions import PLAIN, Regions, joined
 from underdraw.nn.session import DecoderSession
+from underdraw.nn.transformer import Block
 from underdraw.plan import TreePlan, padded_size
 from underdraw.protocols import Drafter, Prompt, Target, Verifier
 from underdraw.sampling import Sampler, Stream
@@ -117,13 +118,12 @@ def compiled_regions(backend: str = "inductor", *, tuned: bool = False) -> Regio
     def compiled(region: Any) -> Any:
         return torch.compile(region, fullgraph=True, backend=backend, mode=mode)
 
-    own = PLAIN.enter, PLAIN.between, PLAIN.leave, PLAIN.seen
-    regions = Regions(*map(compiled, own))
+    leave, seen = map(compiled, (PLAIN.leave, PLAIN.seen))
     if backend != "inductor" or not triton_runs(torch.device("cuda")):
-        return regions
+        return Regions(compiled(PLAIN.enter), compiled(PLAIN.between), leave, seen)
     from underdraw.nn import slim
 
-    return replace(regions, few=slim.REGIONS)
+    return replace(slim.placing(compiled(Block.heads), compiled(joined)), leave=leave, seen=seen, few=slim.REGIONS)
 
 
 class Graphs:

@@ -34,6 +34,12 @@ def between(
     return x, enter(after, x, turn, keys, values, slots)
 
 
+def joined(block: Block, after: Block, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    """The same up to the product of the block after it: its input, and its heads (R, N, (H + 2 G) D)."""
+    x = block.after(x, attended)
+    return x, after.heads(x)
+
+
 def leave(block: Block, norm: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
     """What follows the last attention, the final norm included."""
     return norm.forward(block.after(x, attended))

@@ -12,7 +12,8 @@ For bfloat16, in which a row that was not divided yet cannot overflow. Needs tri
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ from underdraw.nn.regions import Regions
 from underdraw.nn.rope import Turn
 from underdraw.nn.transformer import Arch, Block, HeadNorm, RMSNorm
 
+Heads = Callable[[Block, Tensor], Tensor]
+Joined = Callable[[Block, Block, Tensor, Tensor], tuple[Tensor, Tensor]]
 Shape = tuple[int, int, int, int]
 """Outputs and inputs of a block, warps, and stages that are on their way."""
 MOST = 32  # rows; from there on other kernels are as fast
@@ -205,25 +208,34 @@ def place(
     return queries
 
 
-def enter(block: Block, x: Tensor, turn: Turn, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
-    return _placed(block, _normed_by(block.attention_norm, x), turn, keys, values, slots)
+def placing(heads: Heads, joined: Joined) -> Regions:
+    """Regions of which `place` is a part, given what makes heads of a block's input, and of what it attended to."""
+
+    def enter(block: Block, x: Tensor, turn: Turn, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+        norms = block.q_norm, block.k_norm
+        return place(block.arch, heads(block, x), turn, norms, keys, values, slots)
+
+    def between(
+        block: Block, after: Block, x: Tensor, attended: Tensor, turn: Turn, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x, found = joined(block, after, x, attended)
+        return x, place(after.arch, found, turn, (after.q_norm, after.k_norm), keys, values, slots)
+
+    return Regions(enter, between)
 
 
-def between(
-    block: Block, after: Block, x: Tensor, attended: Tensor, turn: Turn, keys: Tensor, values: Tensor, slots: Tensor
-) -> tuple[Tensor, Tensor]:
+def _heads(block: Block, x: Tensor) -> Tensor:
+    return product(_normed_by(block.attention_norm, x), block.qkv.weight)[0]
+
+
+def _joined(block: Block, after: Block, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
     norm = after.attention_norm
     x, scaled = _after(block, x, attended, norm if isinstance(norm, RMSNorm) else None)
-    return x, _placed(after, scaled or x, turn, keys, values, slots)
+    return x, product(scaled or x, after.qkv.weight)[0]
 
 
 def leave(block: Block, norm: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
     return _normed_by(norm, _after(block, x, attended, None)[0])
-
-
-def _placed(block: Block, x: Tensor | Scaled, turn: Turn, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
-    heads, _ = product(x, block.qkv.weight)
-    return place(block.arch, heads, turn, (block.q_norm, block.k_norm), keys, values, slots)
 
 
 def _after(block: Block, x: Tensor, attended: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Scaled | None]:
@@ -238,4 +250,4 @@ def _normed_by(norm: nn.Module, x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps) if isinstance(norm, RMSNorm) else x
 
 
-REGIONS = Regions(enter, between, leave, fits=fits)
+REGIONS = replace(placing(_heads, _joined), leave=leave, fits=fits)

@@ -127,11 +127,14 @@ class Block(nn.Module):
             self.q_norm = HeadNorm(arch.qk_norm, arch.heads if per_head else 1, arch.width)
             self.k_norm = HeadNorm(arch.qk_norm, arch.groups if per_head else 1, arch.width)
 
+    def heads(self, x: Tensor) -> Tensor:
+        """Queries, keys and values as they leave their product: (R, N, (H + 2 G) D)."""
+        return linear(x if self.arch.norm == "post" else self.attention_norm.forward(x), self.qkv.weight)
+
     def before(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
         """Everything before attention: x (R, N, dim) -> q (R, N, H, D), k and v (R, N, G, D)."""
         arch = self.arch
-        x = x if arch.norm == "post" else self.attention_norm.forward(x)
-        heads = linear(x, self.qkv.weight).view(*x.shape[:-1], -1, arch.width)  # (R, N, H + 2 G, D)
+        heads = self.heads(x).view(*x.shape[:-1], -1, arch.width)  # (R, N, H + 2 G, D)
         both, v = heads.split_with_sizes([arch.heads + arch.groups, arch.groups], -2)
         if self.q_norm is not None and self.k_norm is not None:
             both = self._head_norm(both, self.q_norm, self.k_norm)

@@ -19,8 +19,32 @@ ARCHES: tuple[dict[str, Any], ...] = (
 )
 
 
-def check(options: dict[str, Any], pairing: Any, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
-    """Enter, between and leave of two layers, over two rows of three nodes, into slots of caches of 40."""
+SHAPES: tuple[slim.Shape, ...] = ((32, 128, 4, 3, 1), (16, 64, 4, 2, 4), (32, 64, 4, 2, 2))
+
+
+def products(shape: slim.Shape, rows: int, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
+    """A product onto a residual, which the next one norms, and that one gated; 40 outputs of 300 inputs."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(device, dtype)
+
+    x, residual, weight, gates = normal(1, rows, 300), normal(1, rows, 40), normal(40, 300) / 17, normal(48, 40) / 6
+    norm = RMSNorm(40, 1e-5).to(device, dtype).requires_grad_(False)
+    norm.weight.copy_(normal(40))
+    out, scaled = slim.product(x, weight, residual=residual, norm=norm, shape=shape)
+    assert scaled is not None
+    gated, _ = slim.product(scaled, gates, gated=True, shape=shape)
+    expected = torch.nn.functional.linear(x, weight) + residual
+    gate, up = torch.nn.functional.linear(norm(expected), gates).chunk(2, dim=-1)
+    for found, right in ((out, expected), (gated, torch.nn.functional.silu(gate) * up)):
+        assert (found.float() - right.float()).abs().max() <= tolerance * right.float().abs().max()
+
+
+def check(
+    options: dict[str, Any], pairing: Any, count: int, device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Enter, between and leave of two layers, over two rows of so many nodes, into slots of caches of 40."""
     width = options.get("head_dim", 16)
     rope = Rope.one_axis(width, pairing=pairing)
     net = Transformer(Arch(**{"dim": 64, "layers": 2, "heads": 4, "ffn": 96, "vocab": 8, "rope": rope, **options}))
@@ -32,9 +56,9 @@ def check(options: dict[str, Any], pairing: Any, device: torch.device, dtype: to
     net = net.to(device, dtype).requires_grad_(False)
     for name, value in net.named_parameters():
         value.copy_(normal(*value.shape) * (value.shape[-1] ** -0.5 if "norm" not in name else 1))
-    rows, count, groups = 2, 3, net.arch.groups
+    rows, groups = 2, net.arch.groups
     x, attended = normal(rows, count, 64), normal(rows, count, 4 * width)
-    rotation = rope.prompt(9, device)[torch.tensor([[3, 4, 4], [5, 6, 7]])]
+    rotation = rope.prompt(9, device)[torch.randint(9, (rows, count), generator=generator)]
     turn = turned(rope.factors(rotation, dtype))
     slots = torch.randperm(rows * groups * 40, generator=generator)[: rows * count * groups].view(rows, count, -1)
     slots = slots.to(device)

@@ -32,7 +32,11 @@ import slimming
 
 for options in slimming.ARCHES:
     for pairing in ("half", "interleaved"):
-        slimming.check(options, pairing, torch.device("cpu"), torch.float32, 1e-5)
+        for count in (3, 20):
+            slimming.check(options, pairing, count, torch.device("cpu"), torch.float32, 1e-5)
+for shape in slimming.SHAPES:
+    for rows in (1, 2, 19):
+        slimming.products(shape, rows, torch.device("cpu"), torch.float32, 1e-5)
 """
 
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from underdraw.engine.passes import Laws, News, Passes, unpacked
 from underdraw.errors import CapacityError, ConfigError, unknown
-from underdraw.nn.attention import Kernel, triton_runs
+from underdraw.nn.attention import Kernel
 from underdraw.nn.lasting import Frame, LastingDraft
+from underdraw.nn.launch import triton_runs
 from underdraw.nn.linear import chunk
 from underdraw.nn.regions import PLAIN, Regions, joined
 from underdraw.nn.session import DecoderSession
@@ -133,11 +134,11 @@ class Graphs:
     """
 
     def __init__(
-        self, *, record: Record = CudaGraph, regions: Regions = PLAIN, kernel: Kernel = "fused", smallest: int = 1,
+        self, *, record: Record = CudaGraph, regions: Regions = PLAIN, kernel: Kernel = "auto", smallest: int = 1,
         quantum: int | None = None, tell: Callable[[str], None] = log.info,
     ) -> None:  # fmt: skip
         self.record, self.regions, self.kernel, self.smallest = record, regions, kernel, smallest
-        self.quantum, self.tell = _WHOLE if kernel == "split" else quantum, tell
+        self.quantum, self.tell = quantum, tell
         self.most = KEPT
         self.kept: dict[Hashable, Captured] = {}
         self.told: set[int] = set()  # sizes that were announced

@@ -60,7 +60,7 @@ class Settings:
     temperature: float = 1.0
     sizes: tuple[int, ...] = SIZES
     drafters: tuple[Kind, ...] = ("eagle", "block")  # whose levels are timed
-    kernel: Kernel | Literal["auto"] = "auto"  # auto is the fastest
+    kernel: Kernel = "auto"  # the fastest of them
     tuned: bool = False  # whether matrix products are tuned while compiling
 
 
@@ -83,7 +83,7 @@ class EngineBench:
         self.graphs = Graphs(record=record, regions=regions, tell=self.tell)
         self.settle(given.kernel)
 
-    def settle(self, kernel: Kernel | Literal["auto"]) -> None:
+    def settle(self, kernel: Kernel) -> None:
         """Go on with one way to attend."""
         if kernel != "auto":
             self.graphs = self.variant(self.graphs.regions, kernel)

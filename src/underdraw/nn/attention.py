@@ -8,23 +8,23 @@ plain products with a softmax between them, or a kernel of our own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from underdraw.nn.launch import triton_runs
 from underdraw.nn.number import number
 
 BLOCK = 256  # places a block: with up to 128 tree nodes a sum has 384 terms, the most that the BLAS adds in plain order
 _SPLIT_WIDTHS = (16, 32, 64, 128, 256)  # of heads, that `nn.split` has blocks for
 _NARROW = 128  # width of heads whose blocks fit every GPU
-Kernel = Literal["fused", "products", "split"]
-"""How a GPU attends: torch's fused attention, two products with a softmax between them, or `nn.split`."""
+_ALONE = 132  # heads of all rows from which on torch's own attention keeps a GPU busy
+Kernel = Literal["fused", "products", "split", "auto"]
+"""How a GPU attends: torch's fused attention, two products with a softmax between them, `nn.split`, or what is best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +74,13 @@ def seen(ancestors: Tensor, committed: Tensor, slots: Tensor, ends: Tensor, cost
     return table.expand(len(index), -1, -1, -1).gather(3, index).flatten(0, 1)
 
 
-def splits(kernel: Kernel, heads: int, groups: int, width: int, device: torch.device) -> bool:
-    """True if `nn.split` attends: when it is asked for, and instead of torch's own where heads share keys."""
-    shared = kernel == "fused" and heads != groups and width <= _NARROW and triton_runs(device)
-    return (kernel == "split" or shared) and width in _SPLIT_WIDTHS
-
-
-@functools.cache
-def triton_runs(device: torch.device) -> bool:
-    """True where kernels of our own run: triton is there, and the GPU has the matrix units that they are made for."""
-    if device.type != "cuda" or not torch.cuda.is_available() or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def splits(kernel: Kernel, keys: Tensor, heads: int) -> bool:
+    """True if `nn.split` attends to keys (R, G, L, D): when asked for, and where it was seen to be fastest."""
+    rows, groups, _, width = keys.shape
+    if kernel == "auto":
+        best = heads != groups or (keys.dtype != torch.float32 and rows * groups <= _ALONE)
+        return best and width in _SPLIT_WIDTHS and width <= _NARROW and triton_runs(keys.device)
+    return kernel == "split" and width in _SPLIT_WIDTHS
 
 
 def _copies(share: int, count: int, dtype: torch.dtype) -> int:
@@ -144,7 +139,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible | Tree, ker
     rows, count, heads, width = q.shape
     groups = keys.shape[1]
     q = q.transpose(1, 2)
-    if kernel == "fused" and heads == groups:  # torch's own is slow where heads share keys
+    if kernel in ("fused", "auto") and heads == groups:  # torch's own is slow where heads share keys
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible.bias)
     else:
         q = q.reshape(rows, groups, heads // groups * count, width)

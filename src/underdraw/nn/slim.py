@@ -12,6 +12,7 @@ For bfloat16, in which a row that was not divided yet cannot overflow. Needs tri
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -21,44 +22,68 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor, nn
 
+from underdraw.nn.launch import early
 from underdraw.nn.regions import Regions
 from underdraw.nn.rope import Turn
 from underdraw.nn.transformer import Arch, Block, HeadNorm, RMSNorm
 
 Heads = Callable[[Block, Tensor], Tensor]
 Joined = Callable[[Block, Block, Tensor, Tensor], tuple[Tensor, Tensor]]
-Shape = tuple[int, int, int, int]
-"""Outputs and inputs of a block, warps, and stages that are on their way."""
+Shape = tuple[int, int, int, int, int]
+"""Outputs and inputs of a block, warps, stages that are on their way, and shares of the inputs."""
 MOST = 32  # rows; from there on other kernels are as fast
 _LEAST = 99 * 1024  # bytes of shared memory that a block may have on any GPU with bfloat16
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _flipped(w, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Outputs and inputs of a weight, or of S shares of it, the other way round."""
+    if S == 1:
+        return tl.trans(w)
+    else:
+        return tl.trans(w, 0, 2, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _product(  # type: ignore[no-untyped-def]
     x, weight, squares, residual, scale, out, scaled, sums, rows, outputs, inputs, parts, eps, NORM: tl.constexpr,
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, P: tl.constexpr,
+    K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of all rows: x (rows, inputs) times weight (outputs, inputs), transposed.
 
     Gated, the weight has twice as many outputs, and the second half is multiplied by the first, which passes a SiLU.
     """
-    m, n, k, p = tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, K), tl.arange(0, P)
-    row = x + m[:, None] * inputs + k
-    line = weight + (n % outputs)[:, None] * inputs + k  # what lies past the end is computed and not stored
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    m, n, p = tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, P)
+    if S == 1:
+        k, r, o = tl.arange(0, K)[None, :], m[:, None], n[:, None]
+        total = tl.zeros([M, N], tl.float32)
+        other = tl.zeros([M, N], tl.float32)
+    else:  # each warp has a share of the inputs, so that its sums wait for themselves less often
+        k = tl.arange(0, S)[:, None, None] * (K // S) + tl.arange(0, K // S)[None, None, :]
+        r, o = m[None, :, None], n[None, :, None]
+        total = tl.zeros([S, M, N], tl.float32)
+        other = tl.zeros([S, M, N], tl.float32)
+    row = x + r * inputs + k
+    line = weight + (o % outputs) * inputs + k  # what lies past the end is computed and not stored
     if NORM:
         square = tl.load(squares + p[:, None] * M + m, mask=p[:, None] < parts, other=0.0)
-    total = tl.zeros([M, N], tl.float32)
-    other = tl.zeros([M, N], tl.float32)
     for start in range(0, inputs, K):
         inside = start + k < inputs
-        a = tl.load(row + start, mask=(m[:, None] < rows) & inside, other=0.0)
-        w = tl.load(line + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-        total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+        a = tl.load(row + start, mask=(r < rows) & inside, other=0.0)
+        w = tl.load(line + start, mask=inside, other=0.0, eviction_policy="evict_first")
+        total = tl.dot(a, _flipped(w, S), total, input_precision="ieee")
         if GATED:
             after = line + outputs * inputs + start
-            w = tl.load(after, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            other = tl.dot(a, tl.trans(w), other, input_precision="ieee")
+            w = tl.load(after, mask=inside, other=0.0, eviction_policy="evict_first")
+            other = tl.dot(a, _flipped(w, S), other, input_precision="ieee")
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if S > 1:
+        total = tl.sum(total, 0)
+        other = tl.sum(other, 0)
     if NORM:
         size = tl.rsqrt(tl.sum(square, 0) / inputs + eps)[:, None]
         total *= size
@@ -80,13 +105,13 @@ def _product(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _normed(x, y, d, o, inside, weight, bias, head, D: tl.constexpr, LAYER: tl.constexpr, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A head and its counterparts, normed and scaled."""
+    """Heads and their counterparts, normed and scaled."""
     if LAYER:
-        mean = tl.sum(x, 0) / D
+        mean = (tl.sum(x, 1) / D)[:, None]
         x = tl.where(inside, x - mean, 0.0)
         y = tl.where(inside, y - mean, 0.0)
-    size = tl.rsqrt(tl.sum(x * x, 0) / D + 1e-5)
-    first = head * D if EACH else 0
+    size = tl.rsqrt(tl.sum(x * x, 1) / D + 1e-5)[:, None]
+    first = head[:, None] * D if EACH else head[:, None] * 0
     x = x * size * tl.load(weight + first + d, mask=inside, other=0.0).to(tl.float32)
     y = y * size * tl.load(weight + first + o, mask=inside, other=0.0).to(tl.float32)
     if LAYER:
@@ -98,33 +123,36 @@ def _normed(x, y, d, o, inside, weight, bias, head, D: tl.constexpr, LAYER: tl.c
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _place(  # type: ignore[no-untyped-def]
     heads, cos, sin, q_weight, q_bias, k_weight, k_bias, queries, keys, values, slots, t_row, t_node, k_slot, v_slot,
-    count, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr,
-    LAYER: tl.constexpr, EACH: tl.constexpr, HALVES: tl.constexpr,
+    count, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr,
+    LAYER: tl.constexpr, EACH: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One head of one node: a query is stored, a key or a value written to its slot of the cache."""
-    m, head = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, W)
-    inside = d < D
-    source = heads + (m * (H + 2 * G) + head) * D
+    """N heads of a kind of one node: queries are stored, keys or values written to their slots of the cache."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    m, least = tl.program_id(0), tl.program_id(1) * N
+    head, d = least + tl.arange(0, N), tl.arange(0, W)
+    inside = (d < D)[None, :]
+    source = heads + (m * (H + 2 * G) + head[:, None]) * D
     x = tl.load(source + d, mask=inside, other=0.0).to(tl.float32)
-    if head < H + G:
+    if least < H + G:
         o = (d + D // 2) % D if HALVES else d ^ 1
         y = tl.load(source + o, mask=inside, other=0.0).to(tl.float32)
         if NORM:
-            if head < H:
+            if least < H:
                 x, y = _normed(x, y, d, o, inside, q_weight, q_bias, head, D, LAYER, EACH)
             else:
                 x, y = _normed(x, y, d, o, inside, k_weight, k_bias, head - H, D, LAYER, EACH)
         turn = (m // count) * t_row + (m % count) * t_node + d
-        x = x * tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
-        x += y * tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
-        if head < H:
-            tl.store(queries + (m * H + head) * D + d, x.to(queries.dtype.element_ty), mask=inside)
+        x = x * tl.load(cos + turn, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        x += y * tl.load(sin + turn, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        if least < H:
+            tl.store(queries + (m * H + head[:, None]) * D + d, x.to(queries.dtype.element_ty), mask=inside)
         else:
-            slot = tl.load(slots + m * G + head - H).to(tl.int64)
+            slot = tl.load(slots + m * G + head - H).to(tl.int64)[:, None]
             tl.store(keys + slot * k_slot + d, x.to(keys.dtype.element_ty), mask=inside)
     else:
-        slot = tl.load(slots + m * G + head - H - G).to(tl.int64)
+        slot = tl.load(slots + m * G + head - H - G).to(tl.int64)[:, None]
         tl.store(values + slot * v_slot + d, x.to(values.dtype.element_ty), mask=inside)
 
 
@@ -152,7 +180,7 @@ def product(
     rows, inputs = inner.shape[0] * inner.shape[1], inner.shape[2]
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = inner.new_empty(*inner.shape[:2], outputs)
-    n, k, warps, stages = shape or _shape(outputs)
+    n, k, warps, stages, shares = shape or _shape(outputs, inputs)
     m, blocks = max(16, triton.next_power_of_2(rows)), triton.cdiv(outputs, n)
     stages = min(stages, 1 + _room(inner.device) // ((m + n * (1 + gated)) * k * inner.element_size()))
     scaled = (
@@ -165,8 +193,8 @@ def product(
             out if residual is None else residual, out if norm is None else norm.weight, out,
             *((out, out) if scaled is None else (scaled.rows, scaled.squares)),
             rows, outputs, inputs, parts, 0.0 if sizes is None else sizes.eps, NORM=sizes is not None, GATED=gated,
-            RESIDUAL=residual is not None, SCALED=scaled is not None, M=m, N=n, K=k, P=triton.next_power_of_2(parts),
-            num_warps=warps, num_stages=stages,
+            RESIDUAL=residual is not None, SCALED=scaled is not None, M=m, N=n, K=k, S=shares,
+            P=triton.next_power_of_2(parts), num_warps=warps, num_stages=stages, **early(inner.device),
         )  # fmt: skip
     return out, scaled
 
@@ -179,11 +207,13 @@ def _room(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _LEAST)
 
 
-def _shape(outputs: int) -> Shape:
+def _shape(outputs: int, inputs: int) -> Shape:
     """What was fastest on an H200: as many outputs together as leave work for all of its processors."""
     if outputs >= 8192:
-        return 64, 128, 4, 4
-    return (32, 128, 4, 6) if outputs >= 2048 else (16, 256, 4, 4)
+        return 64, 128, 4, 4, 1
+    if outputs >= 2048:
+        return (32, 256, 4, 4, 4) if inputs > 2 * outputs else (32, 128, 4, 6, 1)
+    return 16, 256, 4, 6, 4
 
 
 def place(
@@ -198,12 +228,14 @@ def place(
     weights: list[Tensor] = [heads] * 4
     if q is not None and k is not None:
         weights = [w if w is not None else heads for w in (q.weight, q.bias, k.weight, k.bias)]
+    together = 1 if rows * count <= MOST else math.gcd(arch.heads, arch.groups, 4)  # heads of a block
     with torch.cuda.device_of(heads):
-        _place[(rows * count, arch.heads + 2 * arch.groups)](
+        _place[(rows * count, (arch.heads + 2 * arch.groups) // together)](
             heads, cos, sin, *weights, queries, keys, values, slots.contiguous(), cos.stride(0), cos.stride(1),
             keys.stride(0), values.stride(0), count, H=arch.heads, G=arch.groups, D=arch.width,
-            W=triton.next_power_of_2(arch.width), NORM=q is not None, LAYER=arch.qk_norm == "layer",
+            W=triton.next_power_of_2(arch.width), N=together, NORM=q is not None, LAYER=arch.qk_norm == "layer",
             EACH=arch.qk_norm_heads == "per_head", HALVES=arch.rope.pairing == "half", num_warps=1,
+            **early(heads.device),
         )  # fmt: skip
     return queries
 

@@ -62,10 +62,14 @@ class Stream:
         self.known, self.span, self.regions, self.kernel = [0] * len(self.known), None, PLAIN, "fused"
 
     def fix(self, more: int, quantum: int) -> int:
-        """Make the next pass look at a fixed number of slots, enough for `more` new tokens; returns that number."""
+        """Make the next pass look at a fixed number of slots, enough for `more` new tokens; returns that number.
+
+        It is a multiple of the quantum, or all of them, if attention reads no more than is there.
+        """
         used = max(self.known) + more
         self._check(used)
         self.ends = None
+        quantum = self.capacity if self._splits() else quantum
         self.span = min(-(-used // quantum) * quantum, self.capacity)
         return self.span
 
@@ -158,10 +162,13 @@ class Stream:
         keys, values = flat_keys.transpose(2, 3).unbind(), flat_values.unbind()
         return lambda layer, q: attend_in_blocks(q, keys[layer], values[layer], visible)
 
+    def _splits(self) -> bool:
+        return splits(self.kernel, self.keys[0], self.net.arch.heads)
+
     def _visible(self, ancestors: Tensor, spread: int, length: int) -> Visible | Tree:
         """ancestors (B, N, M + N) as what is seen of `length` cache slots."""
         arch, device = self.net.arch, self.length.device
-        if splits(self.kernel, arch.heads, arch.groups, arch.width, device):
+        if self._splits():
             return Tree(self.length, ancestors)
         ends, costs = (True, False), (0.0, -torch.inf)
         bias = self.regions.seen(

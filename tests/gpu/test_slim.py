@@ -69,3 +69,33 @@ def test_kernels_that_begin_early_find_what_those_before_them_wrote(monkeypatch:
             written[:, :, :, known : known + count] = torch.nan  # must be written before it is read
         graph.replay()
         assert torch.equal(graph.out, expected)
+
+
+def test_a_chain_has_the_bits_of_its_tokens_alone() -> None:
+    from underdraw.nn import slim
+    from underdraw.nn.rope import Rope
+    from underdraw.nn.stream import Stream
+    from underdraw.nn.transformer import Arch, Transformer
+
+    torch.manual_seed(0)
+    rope, known, count = Rope.one_axis(64), 300, 8
+    net = Transformer(Arch(256, 3, 4, 512, 64, rope, qk_norm="rms")).to("cuda", torch.bfloat16).requires_grad_(False)
+    x = torch.randn(2, known + count, 256, device="cuda", dtype=torch.bfloat16)
+    factors = rope.factors(rope.prompt(known + count, x.device), x.dtype).expand(2, -1, -1, -1)
+
+    def begun() -> Stream:
+        stream = Stream(net, 2, 512)
+        counts = torch.full((2,), known, device="cuda")
+        stream.extend(x[:, :known], factors[:, :known], counts, [known, known])
+        stream.regions, stream.kernel = slim.REGIONS, "split"
+        return stream
+
+    order = torch.arange(count, device="cuda")
+    chain = begun().branch(x[:, known:], factors[:, known:], order[None], (order[:, None] >= order)[None])
+    stream, root = begun(), torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    for node in range(count):
+        here = slice(known + node, known + node + 1)
+        alone = stream.branch(x[:, here], factors[:, here], root, root[None] == 0)
+        stream.keep(root.expand(2, 1), torch.ones_like(stream.length), [1, 1])
+        assert torch.equal(alone[:, 0], chain[:, node])
+        assert torch.equal(slim.logits(net, alone)[:, 0], slim.logits(net, chain)[:, node])

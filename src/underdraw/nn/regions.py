@@ -53,6 +53,7 @@ class Regions:
     between: Callable[..., tuple[Tensor, Tensor]] = between
     leave: Callable[[Block, nn.Module, Tensor, Tensor], Tensor] = leave
     seen: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = seen
+    logits: Callable[[Transformer, Tensor], Tensor] = Transformer.logits
     fits: Callable[[Arch, Tensor], bool] = lambda arch, x: True
     few: Regions | None = None  # which take the place of these for the nodes x (R, N, dim) that they fit
 

@@ -169,7 +169,8 @@ class DecoderSession(Lasting):
         depths = tree.depths.clamp(min=0)  # (B, N)
         x, factors = net.embed(self._copied(tree.tokens)), self.raster(steps[:, None] + depths)
         features = self.stream.branch(x, factors, depths, tree.ancestors)
-        return Output(guided(net.logits(features), self.guidance), features)
+        logits = self.stream.regions.suited(net.arch, features).logits(net, features)
+        return Output(guided(logits, self.guidance), features)
 
     def fix(self, frame: Frame) -> Hashable | None:
         self.stream.regions, self.stream.kernel = frame.regions, frame.kernel

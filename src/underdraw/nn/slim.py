@@ -23,9 +23,10 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor, nn
 
 from underdraw.nn.launch import early
+from underdraw.nn.linear import Linear
 from underdraw.nn.regions import Regions
 from underdraw.nn.rope import Turn
-from underdraw.nn.transformer import Arch, Block, HeadNorm, RMSNorm
+from underdraw.nn.transformer import Arch, Block, HeadNorm, RMSNorm, Transformer
 
 Heads = Callable[[Block, Tensor], Tensor]
 Joined = Callable[[Block, Block, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -270,6 +271,11 @@ def leave(block: Block, norm: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
     return _normed_by(norm, _after(block, x, attended, None)[0])
 
 
+def logits(net: Transformer, features: Tensor) -> Tensor:
+    own = isinstance(net.head, Linear) and net.head.bias is None
+    return product(features, net.head.weight)[0].float() if own else net.logits(features)
+
+
 def _after(block: Block, x: Tensor, attended: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Scaled | None]:
     """What follows a block's attention, and the same as the next norm scales it."""
     x, scaled = product(attended, block.out.weight, residual=x, norm=block.ffn_norm)
@@ -282,4 +288,4 @@ def _normed_by(norm: nn.Module, x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps) if isinstance(norm, RMSNorm) else x
 
 
-REGIONS = replace(placing(_heads, _joined), leave=leave, fits=fits)
+REGIONS = replace(placing(_heads, _joined), leave=leave, logits=logits, fits=fits)

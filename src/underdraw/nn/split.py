@@ -2,8 +2,9 @@
 """Attention of a few nodes to a long cache on a GPU: every head's share of the cache is split among many processors.
 
 A fused kernel gives one head of one row to one processor, which reads the whole cache alone while most others have
-nothing to do. Here each reads a short stretch; a second, small kernel joins what they found. Stretches are shares of
-what a row holds, so a pass may look at the whole cache and costs what is in it. Needs triton.
+nothing to do. Here they take turns, a block of slots each; a second, small kernel joins what they found. What a row
+does not hold is not read, so a pass may look at the whole cache and costs what is in it. Which processor reads a slot,
+and when, does not depend on what else is there, so a token finds the same sums alone and in a chain. Needs triton.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _parts(  # type: ignore[no-untyped-def]
     a_slot, length, count, nodes, rows, images, scale, GROUPS: tl.constexpr, SHARE: tl.constexpr,
     M: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Queries of one row and group against one stretch: sums of values, the largest score and the sum of weights."""
+    """Queries of one row and group against some blocks: sums of values, the largest score and the sum of weights."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     pair, split = tl.program_id(0), tl.program_id(1)
@@ -42,17 +43,14 @@ def _parts(  # type: ignore[no-untyped-def]
     )
     known = tl.load(committed + row).to(tl.int32)
     used = tl.minimum(known + nodes, length)
-    stretch = tl.cdiv(tl.cdiv(used, tl.num_programs(1)), KEYS) * KEYS
-    start = split * stretch
-    stop = tl.minimum(start + stretch, used)
     line = ancestors + (row % images).to(tl.int64) * a_image + node[:, None] * a_node
     largest = tl.full([M], float("-inf"), tl.float32)
     weight = tl.zeros([M], tl.float32)
     out = tl.zeros([M, D], tl.float32)
     cache = row.to(tl.int64) * k_row + group * k_group
-    for first in range(start, stop, KEYS):
+    for first in range(split * KEYS, used, tl.num_programs(1) * KEYS):
         slot = first + tl.arange(0, KEYS)
-        inside = slot < stop
+        inside = slot < used
         place = cache + slot[:, None] * D + d
         key = tl.load(keys + place, mask=inside[:, None], other=0.0)
         ahead = slot - known  # the node in a slot, negative for committed tokens
@@ -78,24 +76,24 @@ def _parts(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _join(  # type: ignore[no-untyped-def]
     part, top, total, out, splits, count, rows, GROUPS: tl.constexpr, SHARE: tl.constexpr, S: tl.constexpr,
-    D: tl.constexpr, EARLY: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One query: what its stretches found, weighed by their largest scores."""
+    """Some queries: what all blocks found, weighed by their largest scores."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    pair, m = tl.program_id(0), tl.program_id(1)
+    pair, m = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     row, group = pair // GROUPS, pair % GROUPS
-    s, d = tl.arange(0, S), tl.arange(0, D)
-    index = (pair * splits + s) * rows + m
-    there = s < splits
+    s, d = tl.arange(0, S)[:, None], tl.arange(0, D)
+    index = (pair * splits + s) * rows + m  # (S, M)
+    there = (s < splits) & (m < rows)
     largest = tl.load(top + index, mask=there, other=float("-inf"))
-    share = tl.exp(largest - tl.max(largest, 0))
+    share = tl.where(there, tl.exp(largest - tl.max(largest, 0)), 0.0)
     weight = tl.sum(share * tl.load(total + index, mask=there, other=0.0), 0)
-    found = tl.load(part + index[:, None] * D + d, mask=there[:, None], other=0.0)
-    mean = tl.sum(found * share[:, None], 0) / weight
+    found = tl.load(part + index[:, :, None] * D + d, mask=there[:, :, None], other=0.0)
+    mean = tl.sum(found * share[:, :, None], 0) / weight[:, None]
     place = (row * count + m % count) * GROUPS * SHARE + group * SHARE + m // count
-    tl.store(out + place * D + d, mean.to(out.dtype.element_ty))
+    tl.store(out + place[:, None] * D + d, mean.to(out.dtype.element_ty), mask=(m < rows)[:, None])
 
 
 def attend_split(q: Tensor, keys: Tensor, values: Tensor, committed: Tensor, ancestors: Tensor) -> Tensor:
@@ -121,7 +119,8 @@ def attend_split(q: Tensor, keys: Tensor, values: Tensor, committed: Tensor, anc
             *keys.stride()[:2], *ancestors.stride(), length, count, nodes, rows, images, width**-0.5, **shape,
             M=block, KEYS=widest, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=_STAGES,
         )  # fmt: skip
-        _join[(pairs, rows)](
-            part, top, total, out, splits, count, rows, **shape, S=triton.next_power_of_2(splits)
+        together = 8 if rows > NARROWEST else 1
+        _join[(pairs, -(-rows // together))](
+            part, top, total, out, splits, count, rows, **shape, S=triton.next_power_of_2(splits), M=together
         )  # fmt: skip
     return out

@@ -166,10 +166,9 @@ class EngineBench:
         pictures = [self.draw(Forced(), NoTree()) for _ in range(self.settings.pictures)]
         spent = [1000 * sum(s.seconds for s in steps) / sum(len(s.tokens) for s in steps) for steps in pictures]
         median = 1000 * statistics.median(step.seconds for steps in pictures for step in steps)
-        device = self._device_ms()
         return {
             "ms_per_token": statistics.median(spent), "ms_per_token_each": spent, "median_pass_ms": median,
-            "device_pass_ms": device, "host_share": None if device is None else max(0.0, 1 - device / median),
+            **self._host_share(),
             "first_picture_seconds": first,
         }  # fmt: skip
 
@@ -179,10 +178,14 @@ class EngineBench:
         assert isinstance(passes, Captured)
         return [run.replay for run in passes.runs.values() if isinstance(run, CudaGraph)]
 
-    def _device_ms(self) -> float | None:
-        """Those passes by the device's own clock, one after the other without a gap; averaged over kinds."""
+    def _host_share(self) -> dict[str, float | None]:
+        """What the host adds to passes after a long prompt: beside them the same ones by the device's own clock."""
+        whole = self.pass_ms(Forced(), NoTree())
         runs = self._runs(self.graphs)
-        return statistics.mean(device_ms(run, together=8) for run in runs) if runs else None
+        if not runs:
+            return {"device_pass_ms": None, "host_share": None}
+        device = device_ms(runs[-1], repeats=5, together=8)  # without a gap; each adds a token, as those before did
+        return {"device_pass_ms": device, "host_share": max(0.0, 1 - device / whole)}
 
     def profile(self, size: int) -> list[dict[str, Any]]:
         """Where the device's time goes in a captured pass over so many nodes: kernels by name, the longest first."""

@@ -191,7 +191,7 @@ def product(
     with torch.cuda.device_of(inner):
         _product[(blocks,)](
             inner.contiguous(), weight.contiguous(), out if sizes is None else sizes.squares,
-            out if residual is None else residual, out if norm is None else norm.weight, out,
+            out if residual is None else residual.contiguous(), out if norm is None else norm.weight, out,
             *((out, out) if scaled is None else (scaled.rows, scaled.squares)),
             rows, outputs, inputs, parts, 0.0 if sizes is None else sizes.eps, NORM=sizes is not None, GATED=gated,
             RESIDUAL=residual is not None, SCALED=scaled is not None, M=m, N=n, K=k, S=shares,

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from underdraw.engine.passes import Laws, News, Passes, unpacked
 from underdraw.errors import CapacityError, ConfigError, unknown
-from underdraw.nn.attention import Kernel
+from underdraw.nn.attention import Kernel, triton_runs
 from underdraw.nn.lasting import Frame, LastingDraft
-from underdraw.nn.launch import triton_runs
 from underdraw.nn.linear import chunk
 from underdraw.nn.regions import PLAIN, Regions, joined
 from underdraw.nn.session import DecoderSession

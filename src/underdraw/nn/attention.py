@@ -8,15 +8,16 @@ plain products with a softmax between them, or a kernel of our own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from underdraw.nn.launch import triton_runs
 from underdraw.nn.number import number
 
 BLOCK = 256  # places a block: with up to 128 tree nodes a sum has 384 terms, the most that the BLAS adds in plain order
@@ -81,6 +82,14 @@ def splits(kernel: Kernel, keys: Tensor, heads: int) -> bool:
         best = heads != groups or (keys.dtype != torch.float32 and rows * groups <= _ALONE)
         return best and width in _SPLIT_WIDTHS and width <= _NARROW and triton_runs(keys.device)
     return kernel == "split" and width in _SPLIT_WIDTHS
+
+
+@functools.cache
+def triton_runs(device: torch.device) -> bool:
+    """True where kernels of our own run: triton is there, and the GPU has the matrix units that they are made for."""
+    if device.type != "cuda" or not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _copies(share: int, count: int, dtype: torch.dtype) -> int:

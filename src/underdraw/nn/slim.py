@@ -22,7 +22,6 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor, nn
 
-from underdraw.nn.launch import early
 from underdraw.nn.linear import Linear
 from underdraw.nn.regions import Regions
 from underdraw.nn.rope import Turn
@@ -49,14 +48,12 @@ def _flipped(w, S: tl.constexpr):  # type: ignore[no-untyped-def]
 def _product(  # type: ignore[no-untyped-def]
     x, weight, squares, residual, scale, out, scaled, sums, rows, outputs, inputs, parts, eps, NORM: tl.constexpr,
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of all rows: x (rows, inputs) times weight (outputs, inputs), transposed.
 
     Gated, the weight has twice as many outputs, and the second half is multiplied by the first, which passes a SiLU.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     m, n, p = tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, P)
     if S == 1:
         k, r, o = tl.arange(0, K)[None, :], m[:, None], n[:, None]
@@ -80,8 +77,6 @@ def _product(  # type: ignore[no-untyped-def]
             after = line + outputs * inputs + start
             w = tl.load(after, mask=inside, other=0.0, eviction_policy="evict_first")
             other = tl.dot(a, _flipped(w, S), other, input_precision="ieee")
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     if S > 1:
         total = tl.sum(total, 0)
         other = tl.sum(other, 0)
@@ -125,12 +120,9 @@ def _normed(x, y, d, o, inside, weight, bias, head, D: tl.constexpr, LAYER: tl.c
 def _place(  # type: ignore[no-untyped-def]
     heads, cos, sin, q_weight, q_bias, k_weight, k_bias, queries, keys, values, slots, t_row, t_node, k_slot, v_slot,
     count, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr,
-    LAYER: tl.constexpr, EACH: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    LAYER: tl.constexpr, EACH: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """N heads of a kind of one node: queries are stored, keys or values written to their slots of the cache."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     m, least = tl.program_id(0), tl.program_id(1) * N
     head, d = least + tl.arange(0, N), tl.arange(0, W)
     inside = (d < D)[None, :]
@@ -195,7 +187,7 @@ def product(
             *((out, out) if scaled is None else (scaled.rows, scaled.squares)),
             rows, outputs, inputs, parts, 0.0 if sizes is None else sizes.eps, NORM=sizes is not None, GATED=gated,
             RESIDUAL=residual is not None, SCALED=scaled is not None, M=m, N=n, K=k, S=shares,
-            P=triton.next_power_of_2(parts), num_warps=warps, num_stages=stages, **early(inner.device),
+            P=triton.next_power_of_2(parts), num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out, scaled
 
@@ -236,7 +228,6 @@ def place(
             keys.stride(0), values.stride(0), count, H=arch.heads, G=arch.groups, D=arch.width,
             W=triton.next_power_of_2(arch.width), N=together, NORM=q is not None, LAYER=arch.qk_norm == "layer",
             EACH=arch.qk_norm_heads == "per_head", HALVES=arch.rope.pairing == "half", num_warps=1,
-            **early(heads.device),
         )  # fmt: skip
     return queries
 

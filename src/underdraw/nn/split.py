@@ -16,8 +16,6 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from underdraw.nn.launch import early
-
 NARROWEST = 16  # of what a matrix unit multiplies
 _KEYS = 64  # cache slots at a time, and queries
 _STAGES = 3  # of those that are on their way
@@ -28,11 +26,9 @@ _BUSY = 264 * 64  # numbers of heads that a device works on at once: the wider t
 def _parts(  # type: ignore[no-untyped-def]
     q, keys, values, committed, ancestors, part, top, total, q_row, q_node, q_head, k_row, k_group, a_image, a_node,
     a_slot, length, count, nodes, rows, images, scale, GROUPS: tl.constexpr, SHARE: tl.constexpr,
-    M: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries of one row and group against some blocks: sums of values, the largest score and the sum of weights."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     pair, split = tl.program_id(0), tl.program_id(1)
     row, group = pair // GROUPS, pair % GROUPS
     m = tl.program_id(2) * M + tl.arange(0, M)  # heads of the group, each with all nodes
@@ -65,8 +61,6 @@ def _parts(  # type: ignore[no-untyped-def]
         out = out * shrink[:, None] + tl.dot(chance.to(value.dtype), value, input_precision=PRECISION)
         weight = weight * shrink + tl.sum(chance, 1)
         largest = new
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     index = (pair * tl.num_programs(1) + split) * rows + m
     tl.store(top + index, largest, mask=there)
     tl.store(total + index, weight, mask=there)
@@ -76,12 +70,9 @@ def _parts(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _join(  # type: ignore[no-untyped-def]
     part, top, total, out, splits, count, rows, GROUPS: tl.constexpr, SHARE: tl.constexpr, S: tl.constexpr,
-    M: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Some queries: what all blocks found, weighed by their largest scores."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     pair, m = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     row, group = pair // GROUPS, pair % GROUPS
     s, d = tl.arange(0, S)[:, None], tl.arange(0, D)
@@ -112,7 +103,7 @@ def attend_split(q: Tensor, keys: Tensor, values: Tensor, committed: Tensor, anc
     part = torch.empty(pairs, splits, rows, width, dtype=torch.float32, device=q.device)
     top, total = torch.empty(2, pairs, splits, rows, dtype=torch.float32, device=q.device)
     out = torch.empty(batch, count, heads * width, dtype=q.dtype, device=q.device)
-    shape: dict[str, Any] = {"GROUPS": groups, "SHARE": heads // groups, "D": width, **early(q.device)}
+    shape: dict[str, Any] = {"GROUPS": groups, "SHARE": heads // groups, "D": width}
     with torch.cuda.device_of(q):
         _parts[(pairs, splits, blocks)](
             q, keys, values, committed, ancestors.view(torch.uint8), part, top, total, *q.stride()[:3],

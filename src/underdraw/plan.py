@@ -68,6 +68,13 @@ class TreePlan:
         width = max((len({parents[n] for n in level}) for level in known.levels[1:]), default=1)
         return cls(len(known.levels) - 1, width, max(known.ranks) + 1, len(parents), parents)
 
+    @property
+    def expanded(self) -> int:
+        """How many nodes the drafter is asked to expand."""
+        if self.shape is not None:
+            return len(set(self.shape)) - 1
+        return sum(min(count, self.width) for count in self._levels(self.depth)[:-1])
+
     def cut(self, depth: int) -> TreePlan:
         """This plan without the levels below `depth`."""
         if depth >= self.depth:
@@ -75,11 +82,15 @@ class TreePlan:
         if self.shape is not None:
             depths = Shape.of(self.shape).depths
             return TreePlan.of([p for p, d in zip(self.shape, depths, strict=True) if d <= depth])
-        level = [1]
-        for _ in range(depth):
-            level.append(min(level[-1], self.width) * self.branch)
-        nodes = max(min(self.nodes, sum(level)), depth + 1)
+        nodes = max(min(self.nodes, sum(self._levels(depth))), depth + 1)
         return TreePlan(depth, self.width, self.branch, nodes, floor=self.floor)
+
+    def _levels(self, depth: int) -> list[int]:
+        """How many nodes each level may have, from the root's down to that of `depth`."""
+        counts = [1]
+        for _ in range(depth):
+            counts.append(min(counts[-1], self.width) * self.branch)
+        return counts
 
     def rounded(self) -> TreePlan:
         """A plan that holds this one, out of few: what captured passes are made for. Depth stays, since levels cost."""

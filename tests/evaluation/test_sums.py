@@ -15,7 +15,7 @@ from underdraw.evaluation.store import Store
 from underdraw.evaluation.summary import maps, read_summary, spread, summarise, write_summary
 from underdraw.evaluation.tables import lines, same_depth
 
-COSTS = {"prompt": 3.0, "plain": 10.0, "base": 12.0, "node": 0.5, "level": 2.0}
+COSTS = {"prompt": 3.0, "plain": 10.0, "base": 12.0, "node": 0.5, "level": 2.0, "expanded": 0.25}
 
 
 def row(method: str, prompt: int, **values: Any) -> dict[str, Any]:
@@ -25,6 +25,7 @@ def row(method: str, prompt: int, **values: Any) -> dict[str, Any]:
         "method": method, "temperature": 1.0, "prompt": prompt, "repeat": 0, "passes": 10 + prompt, "tokens": 20,
         "tree_passes": 0 if method == "AR" else 8 + prompt, "tree_nodes": 0 if method == "AR" else 60 + 7 * prompt**2,
         "tree_levels": 0 if method == "AR" else 30 + 11 * (prompt % 3), "draft_seconds": 0.01, "memory": 100 + prompt,
+        "tree_expanded": 0 if method == "AR" else 40 + 13 * (prompt % 4),
         "prompt_seconds": 0.003, "tau": 20 / (10 + prompt), "mean_depth": 2.0, "mean_nodes": 6.0,
         "equal_codes": 1.0, "equal_image": True,
         "settings": {"drafter": drafter, "verifier": "exact"},
@@ -34,8 +35,11 @@ def row(method: str, prompt: int, **values: Any) -> dict[str, Any]:
 
 
 def test_predicted_by_hand() -> None:
-    """The prompt, two plain passes, eight with a tree, sixty nodes, thirty levels."""
-    assert predicted(row("tree", 0), COSTS) == pytest.approx((3 + 2 * 10 + 8 * 12 + 60 * 0.5 + 30 * 2) / 1000)
+    """The prompt, two plain passes, eight with a tree, sixty nodes, thirty levels, forty expanded nodes."""
+    whole = 3 + 2 * 10 + 8 * 12 + 60 * 0.5 + 30 * 2 + 40 * 0.25
+    assert predicted(row("tree", 0), COSTS) == pytest.approx(whole / 1000)
+    older = {part: cost for part, cost in COSTS.items() if part != "expanded"}
+    assert predicted(row("tree", 0), older) == pytest.approx((whole - 10) / 1000)
 
 
 def test_a_true_cost_model_is_found_true() -> None:
@@ -45,8 +49,8 @@ def test_a_true_cost_model_is_found_true() -> None:
 
 
 def test_costs_are_found_from_pictures() -> None:
-    """Three trees and a plain picture say what each part costs, if a straight line is the truth."""
-    rows = [row("tree", prompt) for prompt in (0, 1, 3)]
+    """Five trees and a plain picture say what each part costs, if a straight line is the truth."""
+    rows = [row("tree", prompt) for prompt in (0, 1, 2, 3, 5)]
     assert measured([*rows, row("AR", 0)]) == pytest.approx(COSTS, abs=1e-3)
 
 

@@ -105,6 +105,21 @@ def test_a_cut_plan_is_no_larger_than_it_can_be(plan: TreePlan, depth: int) -> N
     assert cut.cut(depth) == cut
 
 
+@pytest.mark.parametrize(
+    ("plan", "expanded"),
+    [
+        (TreePlan(0, 1, 1, 1), 0),
+        (TreePlan(5, 1, 1, 6), 5),
+        (TreePlan(3, 10, 10, 59), 1 + 10 + 10),
+        (TreePlan(4, 4, 2, 20), 1 + 2 + 4 + 4),
+        (TreePlan.of((-1, 0, 0, 1, 1, 3)), 3),
+    ],
+)
+def test_expanded_nodes_by_hand(plan: TreePlan, expanded: int) -> None:
+    """The root, and of each level below as many as there are and the width allows; in a shape, those with children."""
+    assert plan.expanded == expanded
+
+
 def check_fixed(plan: TreePlan) -> None:
     fixed = plan.fixed()
     assert fixed.shape is not None

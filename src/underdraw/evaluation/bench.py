@@ -33,7 +33,10 @@ from underdraw.registry import drafters, parse
 
 WARM = 6  # passes of every method before anything is measured
 _ROUNDS = 8  # pictures of every method at most before that, where passes are captured
-_TREES = ("confidence:depth=5,top_k=1,nodes=6", "confidence:depth=3,nodes=59", "confidence:depth=7,nodes=59")
+_TREES = (
+    "confidence:depth=5,top_k=1,nodes=6", "confidence:depth=3,nodes=59", "confidence:depth=7,nodes=59",
+    "confidence:depth=8,top_k=3,nodes=59", "confidence:depth=4,top_k=4,nodes=20",
+)  # fmt: skip
 _CHAINS = ("chain:depth=4", "chain:depth=24")
 STUDIED = 4  # prompts whose laws are kept, by drawing them once more with plain autoregression
 COLUMNS = ("accepted", "depth", "width", "rank", "tree")  # of a history, that cells.jsonl keeps
@@ -70,9 +73,10 @@ class Drawn:
     prompt_seconds: float  # before the first pass
     draft_seconds: float
     memory: int
-    tree_passes: int  # passes with a tree; `nodes` and `levels` are summed over them
+    tree_passes: int  # passes with a tree; what follows is summed over them
     nodes: int
     levels: int
+    expanded: int
 
 
 class Bench:
@@ -129,19 +133,20 @@ class Bench:
         history, timed.clock.seconds = History(pipe.model.layout(job.size)), 0.0
         steps = pipe.decode(job, [history], timed, laws)
         memory = Memory(pipe.device)
-        trees = nodes = levels = 0
+        trees = nodes = levels = expanded = 0
         opened = 0.0
         began = time.perf_counter()
         for step in steps:
             opened = opened or time.perf_counter() - began - step.seconds
             if step.plan.depth:
-                trees, nodes, levels = trees + 1, nodes + step.plan.nodes, levels + step.plan.depth
+                trees, nodes = trees + 1, nodes + step.plan.nodes
+                levels, expanded = levels + step.plan.depth, expanded + step.plan.expanded
             if history.passes == passes:
                 break
         if pipe.device.type == "cuda":
             torch.cuda.synchronize(pipe.device)
         seconds = time.perf_counter() - began
-        return Drawn(history, seconds, opened, timed.clock.seconds, memory.peak, trees, nodes, levels)
+        return Drawn(history, seconds, opened, timed.clock.seconds, memory.peak, trees, nodes, levels, expanded)
 
     def settings(self) -> dict[str, Any]:
         """What must not change between two parts of one run."""
@@ -276,5 +281,5 @@ def _figures(drawn: Drawn) -> dict[str, Any]:
         "passes": history.passes, "tokens": int((history.tree >= 0).sum()),
         "tau": round(history.tokens_per_pass, 5), "mean_depth": round(history.mean_depth, 5),
         "mean_nodes": round(history.mean_nodes, 5), "tree_passes": drawn.tree_passes, "tree_nodes": drawn.nodes,
-        "tree_levels": drawn.levels,
+        "tree_levels": drawn.levels, "tree_expanded": drawn.expanded,
     }  # fmt: skip

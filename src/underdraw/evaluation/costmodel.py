@@ -1,4 +1,4 @@
-"""Does time follow from passes, nodes and levels? Predictions of a straight line against the clock.
+"""Does time follow from passes, nodes, levels and expanded nodes? A straight line against the clock.
 
 Two lines are tried: costs measured before and after the run on pictures with other trees, and costs fitted to the
 pictures of every other prompt, which then predict the pictures in between. Knows no model and no torch.
@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 Row = Mapping[str, Any]
+PARTS = ("prompt", "plain", "base", "node", "level", "expanded")
 
 
 def predicted(row: Row, costs: Mapping[str, float]) -> float:
     """Seconds of a picture by costs in milliseconds."""
-    line = np.array([costs[name] for name in ("prompt", "plain", "base", "node", "level")])
+    line = np.array([costs.get(part, 0.0) for part in PARTS])  # older costs know of no expanded nodes
     return float(_terms([row])[0] @ line) / 1000
 
 
 def measured(rows: Sequence[Row]) -> dict[str, float]:
-    """What a prompt, a plain pass, one with a tree, and each of its nodes and levels cost, in milliseconds."""
-    names = ("prompt", "plain", "base", "node", "level")
-    return dict(zip(names, (1000 * _least_squares(rows)).round(4).tolist(), strict=True))
+    """What a prompt, a plain pass, one with a tree, and each of its nodes, levels and expansions cost: milliseconds."""
+    return dict(zip(PARTS, (1000 * _least_squares(rows)).round(4).tolist(), strict=True))
 
 
 def check_costs(rows: Sequence[Row], costs: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def check_costs(rows: Sequence[Row], costs: Mapping[str, Mapping[str, float]]) -
 
 
 def fit(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
-    """Seconds a prompt, plain pass, tree pass, node and level for each kind of pass, from prompts of even number."""
+    """Seconds of each part for each kind of pass, from prompts of even number."""
     kinds: dict[str, list[Row]] = {}
     for row in rows:
         if row["prompt"] % 2 == 0:
@@ -67,9 +67,9 @@ def kind(settings: Mapping[str, str], temperature: float) -> str:
 
 
 def _terms(rows: Sequence[Row]) -> NDArray[np.float64]:
-    """One prompt, and the plain passes, tree passes, nodes and levels of each row: (rows, 5)."""
-    names = ("passes", "tree_passes", "tree_nodes", "tree_levels")
-    terms = np.array([[1, *(row[name] for name in names)] for row in rows], dtype=np.float64)
+    """How many of each part a row has: (rows, parts). Older rows do not say how many nodes were expanded."""
+    names = ("passes", "tree_passes", "tree_nodes", "tree_levels", "tree_expanded")
+    terms = np.array([[1, *(row.get(name, 0) for name in names)] for row in rows], dtype=np.float64)
     terms[:, 1] -= terms[:, 2]
     return terms
 

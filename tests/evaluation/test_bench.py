@@ -13,7 +13,7 @@ from commands import call
 
 from underdraw import Pipeline
 from underdraw.engine.graphs import Direct, Graphs
-from underdraw.evaluation.bench import Bench, Plan
+from underdraw.evaluation.bench import Bench, Plan, stalled
 from underdraw.evaluation.methods import AR, Method, grid
 from underdraw.evaluation.store import Store
 from underdraw.evaluation.watch import Clock, Memory, Timed
@@ -192,6 +192,11 @@ def test_methods_come_back_to_their_captured_passes(pipe: Pipeline, tmp_path: Pa
     assert len(pipe.graphs.kept) == 2, "one set of buffers a temperature"
     assert seen[0][1] > 0 and len(set(seen)) == 1, "nothing new is met or captured on the clock"
     assert all(row["equal_image"] for row in store.rows.values())
+
+
+def test_standing_still_is_told_from_work() -> None:
+    """Passes of one and two seconds, and one of thirty: three times the median of one are what a pass may take."""
+    assert stalled([1.0, 2.0, 1.0, 30.0, 1.0]) == 27.0 and stalled([1.0, 2.0, 1.0]) == 0.0 and stalled([]) == 0.0
 
 
 def test_memory_is_that_of_the_picture() -> None:

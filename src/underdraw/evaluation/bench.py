@@ -7,6 +7,7 @@ summed elsewhere.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -77,6 +78,7 @@ class Drawn:
     nodes: int
     levels: int
     expanded: int
+    stalled_seconds: float
 
 
 class Bench:
@@ -134,10 +136,12 @@ class Bench:
         steps = pipe.decode(job, [history], timed, laws)
         memory = Memory(pipe.device)
         trees = nodes = levels = expanded = 0
+        spent = []
         opened = 0.0
         began = time.perf_counter()
         for step in steps:
             opened = opened or time.perf_counter() - began - step.seconds
+            spent.append(step.seconds)
             if step.plan.depth:
                 trees, nodes = trees + 1, nodes + step.plan.nodes
                 levels, expanded = levels + step.plan.depth, expanded + step.plan.expanded
@@ -146,7 +150,9 @@ class Bench:
         if pipe.device.type == "cuda":
             torch.cuda.synchronize(pipe.device)
         seconds = time.perf_counter() - began
-        return Drawn(history, seconds, opened, timed.clock.seconds, memory.peak, trees, nodes, levels, expanded)
+        return Drawn(
+            history, seconds, opened, timed.clock.seconds, memory.peak, trees, nodes, levels, expanded, stalled(spent)
+        )
 
     def settings(self) -> dict[str, Any]:
         """What must not change between two parts of one run."""
@@ -167,7 +173,7 @@ class Bench:
             own = [replace(method, tree=tree) for tree in trees]
             for one in own:
                 self._warm(one, temperature)
-            rows[name] = [_figures(self.draw(one, Key("", temperature, 0, 0))) for one in own]
+            rows[name] = [_steady(self.draw(one, Key("", temperature, 0, 0))) for one in own]
             plain = [] if method is AR else rows[kind(AR.record(), temperature)]
             found[name] = measured([*rows[name], *plain])
         return found
@@ -273,11 +279,23 @@ def _mean(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def stalled(spent: Sequence[float]) -> float:
+    """Seconds that passes took beyond three times the median one: a machine that stood still, not what a pass costs."""
+    longest = 3 * statistics.median(spent) if spent else 0.0
+    return sum(max(0.0, seconds - longest) for seconds in spent)
+
+
+def _steady(drawn: Drawn) -> dict[str, Any]:
+    """What a picture would have taken if the machine had never stood still."""
+    return {**_figures(drawn), "seconds": drawn.seconds - drawn.stalled_seconds}
+
+
 def _figures(drawn: Drawn) -> dict[str, Any]:
     history = drawn.history
     return {
         "seconds": round(drawn.seconds, 5), "prompt_seconds": round(drawn.prompt_seconds, 5),
-        "draft_seconds": round(drawn.draft_seconds, 5), "memory": drawn.memory,
+        "draft_seconds": round(drawn.draft_seconds, 5), "stalled_seconds": round(drawn.stalled_seconds, 5),
+        "memory": drawn.memory,
         "passes": history.passes, "tokens": int((history.tree >= 0).sum()),
         "tau": round(history.tokens_per_pass, 5), "mean_depth": round(history.mean_depth, 5),
         "mean_nodes": round(history.mean_nodes, 5), "tree_passes": drawn.tree_passes, "tree_nodes": drawn.nodes,

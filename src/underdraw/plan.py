@@ -26,7 +26,8 @@ def padded_size(count: int) -> int:
 class TreePlan:
     """A tree of at most `nodes` nodes, the root included, that reaches `depth` levels below the root.
 
-    `width` nodes of each level are expanded, each into `branch` children. With a `shape` (the parent of every node,
+    `width` nodes of each level are expanded, each into `branch` children; where that makes fewer than `nodes`, `nodes`
+    becomes what it makes. With a `shape` (the parent of every node,
     -1 for the root, siblings in order of rank) the tree is exactly that one, whatever the drafter thinks. With a
     `floor`, nodes whose chance of being accepted is smaller are left out, and growth ends when none is left; finding
     that out waits for the device at every level, so it is for CPUs.
@@ -58,6 +59,8 @@ class TreePlan:
                 f"depth {self.depth} times width {self.width} is more than a drafter expands, {MAX_EXPANDED} nodes; "
                 "use less of either."
             )
+        if self.shape is None:
+            object.__setattr__(self, "nodes", min(self.nodes, sum(self._levels())))
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> TreePlan:
@@ -73,7 +76,7 @@ class TreePlan:
         """How many nodes the drafter is asked to expand."""
         if self.shape is not None:
             return len(set(self.shape)) - 1
-        return sum(min(count, self.width) for count in self._levels(self.depth)[:-1])
+        return sum(min(count, self.width) for count in self._levels()[:-1])
 
     def cut(self, depth: int) -> TreePlan:
         """This plan without the levels below `depth`."""
@@ -82,13 +85,12 @@ class TreePlan:
         if self.shape is not None:
             depths = Shape.of(self.shape).depths
             return TreePlan.of([p for p, d in zip(self.shape, depths, strict=True) if d <= depth])
-        nodes = max(min(self.nodes, sum(self._levels(depth))), depth + 1)
-        return TreePlan(depth, self.width, self.branch, nodes, floor=self.floor)
+        return TreePlan(depth, self.width, self.branch, self.nodes, floor=self.floor)
 
-    def _levels(self, depth: int) -> list[int]:
-        """How many nodes each level may have, from the root's down to that of `depth`."""
+    def _levels(self) -> list[int]:
+        """How many nodes each level may have, from the root's down."""
         counts = [1]
-        for _ in range(depth):
+        for _ in range(self.depth):
             counts.append(min(counts[-1], self.width) * self.branch)
         return counts
 

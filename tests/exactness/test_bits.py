@@ -14,11 +14,15 @@ import toy
 
 from underdraw.drafters.model import Model
 from underdraw.layout import Layout
+from underdraw.nn import rounding
+from underdraw.nn.attention import Visible, attend_in_blocks, windows
 from underdraw.nn.linear import Linear, PanelLinear, arrange, input_major
 from underdraw.nn.rope import Rope
+from underdraw.nn.rounding import Rounding, block, padded_rows
 from underdraw.nn.session import DecoderSession, DecoderTarget
 from underdraw.nn.stream import Stream
 from underdraw.nn.transformer import Arch, Transformer
+from underdraw.plan import MAX_NODES
 from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.confidence import Confidence
 from underdraw.protocols import Prompt
@@ -72,6 +76,57 @@ def test_panels_give_the_bits_of_input_major_matrices(inputs: int, outputs: int)
         assert torch.allclose(layer(x), everything, atol=1e-4)
     arrange(layer.to(torch.bfloat16))
     assert layer.weight.shape == (outputs, inputs)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 30])
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@torch.no_grad()
+def test_queries_do_not_depend_on_the_other_queries(heads: int, rows: int) -> None:
+    """A query with zeros between what it sees, in the midst of others, against the same one alone, block by block."""
+    generator = torch.Generator().manual_seed(0)
+    width, size = 16, block(torch.float32, heads)
+    committed, nodes = 2 * size - 40, MAX_NODES
+    length = 2 * size + nodes
+    keys = torch.randn(width, heads, length, generator=generator).movedim(0, 1)
+    values = torch.randn(heads, length, width + 1, generator=generator)
+    values[..., width] = 1
+    queries = torch.randn(1, rows, heads, width, generator=generator)
+    path = torch.randperm(nodes, generator=generator)[:rows].sort().values  # the nodes of a chain, others between them
+    bias = torch.full((1, rows, length), -torch.inf)
+    bias[:, :, :committed] = 0
+    depths = torch.zeros(1, nodes, dtype=torch.int64)
+    for depth, node in enumerate(path.tolist()):
+        bias[:, depth:, committed + node] = 0
+        depths[:, node:] = depth
+    parts = windows(torch.tensor([committed]), depths, nodes - 1, committed, length, heads, size)
+    together = attend_in_blocks(queries, keys, values, Visible.of(bias, parts, heads, heads))
+    chosen = torch.cat([torch.arange(committed), committed + path])
+    for row in range(rows):
+        end = committed + row + 1
+        seen = chosen[:end]
+        plain = windows(torch.tensor([end - 1]), depths[:, :1], 0, end - 1, end, heads, size)
+        own_bias = torch.zeros(1, 1, end)
+        alone = attend_in_blocks(
+            queries[:, row : row + 1], keys[:, :, seen], values[:, seen], Visible.of(own_bias, plain, heads, heads)
+        )
+        assert torch.equal(alone[0, 0], together[0, row])
+
+
+@pytest.mark.parametrize("way", [Rounding(2, 1, 256), Rounding(4, 4, 64), Rounding(16, 16, 64)], ids=str)
+def test_whatever_a_machine_needs_is_done(way: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows and shorter blocks than this machine needs change nothing about the pictures."""
+    here = rounding._tried(torch.get_num_threads())
+    if way < here:
+        pytest.skip(f"this machine needs {here}")
+    monkeypatch.setattr(rounding, "_tried", lambda threads: way)
+    assert padded_rows(1, torch.float32) == way.fewest
+    assert padded_rows(way.fewest + 1, torch.float32) == way.fewest + way.multiple
+    assert padded_rows(5, torch.bfloat16) == 8
+    of = toy.target(5)
+    settings: dict[str, Any] = {"layout": Layout(20, 20, toy.CODES), "seeds": (3,), "guidance": 3.0}
+    tokens = toy.run(of, Model(of), Adjacency(nodes=64), **settings)[0]
+    assert torch.equal(tokens, toy.plain(of, **settings))
 
 
 ARCHES = {

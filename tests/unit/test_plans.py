@@ -120,6 +120,30 @@ def test_expanded_nodes_by_hand(plan: TreePlan, expanded: int) -> None:
     assert plan.expanded == expanded
 
 
+@pytest.mark.parametrize(
+    ("plan", "nodes"),
+    [
+        (TreePlan(6, 2, 2, 59), 1 + 2 + 4 + 4 + 4 + 4 + 4),
+        (TreePlan(2, 6, 6, 59), 1 + 6 + 36),
+        (TreePlan(1, 8, 3, 128), 4),
+        (TreePlan(0, 1, 1, 5), 1),
+        (TreePlan(6, 2, 2, 20), 20),
+    ],
+)
+def test_a_plan_has_no_more_nodes_than_its_levels_hold(plan: TreePlan, nodes: int) -> None:
+    assert plan.nodes == nodes
+
+
+@FAST
+@given(plans())
+def test_a_rounded_plan_still_holds_every_node(plan: TreePlan) -> None:
+    rounded = plan.rounded()
+    assert rounded.depth == plan.depth
+    assert rounded.nodes >= plan.nodes
+    assert rounded.width >= plan.width
+    assert rounded.branch >= plan.branch
+
+
 def check_fixed(plan: TreePlan) -> None:
     fixed = plan.fixed()
     assert fixed.shape is not None

@@ -146,7 +146,7 @@ def test_adjacency_follows_the_rule(case: Case) -> None:
     set_cells(history, case.cells)
     plan = Adjacency(init=case.init, l_d=2, l_k=3).plan(history, PLAIN.step(*case.root))
     assert (plan.depth, plan.width) == case.expected
-    assert (plan.branch, plan.nodes, plan.shape) == (plan.width, 59, None)
+    assert plan == TreePlan(plan.depth, plan.width, plan.width, 59)
 
 
 @pytest.mark.parametrize(("beta", "expected"), [(0.0, (5, 7)), (0.25, (5, 7)), (0.26, (3, 9)), (1.0, (3, 9))])

@@ -192,13 +192,15 @@ def test_no_calibration_breaks_a_tree() -> None:
             )  # fmt: skip
 
 
-def test_a_plan_is_used_up() -> None:
-    """Trees are as large as the plan allows where there are children enough."""
+@pytest.mark.parametrize(("width", "nodes"), [(4, 30), (2, 19)])
+def test_a_plan_is_used_up(width: int, nodes: int) -> None:
+    """Trees are as large as the plan allows where there are children enough, be it by its nodes or by its levels."""
     draws = Sampler(PLAIN, [3]).draws(torch.tensor([0]), 6)
+    plan = TreePlan(5, width, width, 30)
     for proposal in PROPOSALS:
-        tree = grow(expand_at_random(PLAIN, 1), torch.tensor([4]), TreePlan(5, 4, 4, 30), draws, proposal=proposal)
-        assert tree.size == 30
-        assert int((tree.depths >= 0).sum()) == 30
+        tree = grow(expand_at_random(PLAIN, 1), torch.tensor([4]), plan, draws, proposal=proposal)
+        assert tree.size == plan.nodes == nodes
+        assert int((tree.depths >= 0).sum()) == nodes
         assert (tree.q is None) == (proposal != "sampled")
 
 

@@ -24,8 +24,8 @@ from underdraw.engine.passes import Laws, News, Passes, unpacked
 from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.nn.attention import Kernel, triton_runs
 from underdraw.nn.lasting import Frame, LastingDraft
-from underdraw.nn.linear import chunk
 from underdraw.nn.regions import PLAIN, Regions, joined
+from underdraw.nn.rounding import chunk, fewest, multiple
 from underdraw.nn.session import DecoderSession
 from underdraw.nn.transformer import Block
 from underdraw.plan import TreePlan, padded_size
@@ -112,7 +112,8 @@ def compiled_regions(backend: str = "inductor", *, tuned: bool = False) -> Regio
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILED)
-    torch.compiler.assume_constant_result(chunk)  # not where it is written: that would take a second of every start
+    for found_out in (chunk, fewest, multiple):  # not where they are written: that would take a second of every start
+        torch.compiler.assume_constant_result(found_out)
     mode = "max-autotune-no-cudagraphs" if tuned else None
 
     def compiled(region: Any) -> Any:

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from underdraw.nn.number import number
+from underdraw.nn.rounding import padded_rows
 
-BLOCK = 256  # places a block: with up to 128 tree nodes a sum has 384 terms, the most that the BLAS adds in plain order
 _SPLIT_WIDTHS = (16, 32, 64, 128, 256)  # of heads, that `nn.split` has blocks for
+_COLUMNS = 16  # of values that a CPU keeps at least
 _NARROW = 128  # width of heads whose blocks fit every GPU
 _ALONE = 132  # heads of all rows from which on torch's own attention keeps a GPU busy
 Kernel = Literal["fused", "products", "split", "auto"]
@@ -48,9 +49,10 @@ class Visible:
     def of(cls, bias: Tensor, windows: tuple[Window, ...], heads: int, groups: int) -> Visible:
         """From a bias (R, N, length), as it is seen on a CPU."""
         rows, count, length = bias.shape
-        copies = _copies(heads // groups, count, bias.dtype)
-        bias = bias[:, None, None].expand(rows, groups, copies, count, length)
-        return cls(bias.reshape(rows * groups, copies * count, length), windows)
+        queries = heads // groups * count
+        padded = padded_rows(queries, bias.dtype)
+        bias = bias[:, None, None].expand(rows, groups, -(-padded // count), count, length)
+        return cls(bias.reshape(rows * groups, -1, length)[:, :padded], windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,35 +94,29 @@ def triton_runs(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _copies(share: int, count: int, dtype: torch.dtype) -> int:
-    """How often `count` nodes stand in the rows of one key-value head: once for each head, more if those are few.
+def windows(
+    committed: Tensor, depths: Tensor, spread: int, first: int, length: int, groups: int, size: int
+) -> tuple[Window, ...]:
+    """Windows of `size` places over `length` slots.
 
-    With fewer the BLAS takes another path.
+    Rows hold `committed` (R,) tokens, then nodes whose places are committed + depth. `depths` (R, M) are those of the
+    nodes now in the slots from `committed` on. A node's slot never comes before its place and at most `spread` slots
+    after it. `first` is a lower bound of `committed`, known without asking the device.
     """
-    fewest = 2 if dtype == torch.float32 else 4
-    return share * -(-fewest // (share * count))
-
-
-def windows(committed: Tensor, depths: Tensor, spread: int, first: int, length: int, groups: int) -> tuple[Window, ...]:
-    """Windows over `length` slots: rows hold `committed` (R,) tokens, then nodes whose places are committed + depth.
-
-    `depths` (R, M) are those of the nodes now in the slots from `committed` on. A node's slot never comes before its
-    place and at most `spread` slots after it. `first` is a lower bound of `committed`, known without asking the device.
-    """
-    starts = range(0, length, BLOCK)
+    starts = range(0, length, size)
     if len(starts) == 1 or not spread:
-        return tuple(Window(start, min(start + BLOCK, length), None) for start in starts)
+        return tuple(Window(start, min(start + size, length), None) for start in starts)
     slot = torch.arange(length, device=depths.device)
     ahead = (slot - committed[:, None]).clamp(0, depths.shape[1] - 1)  # (R, length) node in the slot
     place = torch.where(slot < committed[:, None], slot, committed[:, None] + depths.gather(1, ahead))
     parts = []
     for start in starts:
-        stop = start + BLOCK
+        stop = start + size
         if stop <= first:
             parts.append(Window(start, stop, None))
             continue
         stop = min(stop + spread, length)
-        inside = place[:, start:stop] // BLOCK == start // BLOCK
+        inside = place[:, start:stop] // size == start // size
         parts.append(Window(start, stop, inside[:, None].float().repeat_interleave(groups, dim=0)))
     return tuple(parts)
 
@@ -129,12 +125,13 @@ def empty_caches(shape: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
     """Caches of keys and values, (layers, R, G, L, D), where and of which type `like` is.
 
     A CPU keeps the places of keys side by side in memory, so that the BLAS multiplies any number of queries alike and a
-    few of them faster; and its values have one more column, of ones, that sums up to the normaliser.
+    few of them faster; and its values have one more column, of ones, that sums up to the normaliser. Narrow ones have
+    yet more columns, of nothing, because a BLAS adds up few of them in another order.
     """
     layers, *places, width = shape
     if like.device.type != "cpu":
         return like.new_zeros(shape), like.new_zeros(shape)
-    values = like.new_zeros(*shape[:-1], width + 1)
+    values = like.new_zeros(*shape[:-1], max(width + 1, _COLUMNS))
     values[..., width] = 1
     return like.new_zeros(layers, width, *places).movedim(1, -1), values
 
@@ -164,13 +161,13 @@ def _attend_products(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) 
 
 
 def attend_in_blocks(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
-    """The same on a CPU: q (R, N, H, D) against keys (R * G, D, L) and values (R * G, L, D + 1)."""
+    """The same on a CPU: q (R, N, H, D) against keys (R * G, D, L) and values (R * G, L, D + 1 or more)."""
     rows, nodes, heads, width = q.shape
     count = rows * nodes * heads // len(keys)  # queries of a key-value head
     q = q.transpose(1, 2).reshape(-1, count, width) * number(width**-0.5)
-    copies = visible.bias.shape[1] // count
-    if copies > 1:
-        q = torch.cat([q] * copies, dim=1)
+    padded = visible.bias.shape[1]
+    if padded > count:
+        q = torch.cat([q] * -(-padded // count), dim=1)[:, :padded]
     weights = torch.baddbmm(visible.bias, q, keys)  # (R * G, M, L)
     if weights.dtype != torch.float32:
         weights = weights.float()
@@ -178,10 +175,10 @@ def attend_in_blocks(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) 
     if weights.dtype != values.dtype:
         weights = weights.to(values.dtype)
     total = torch.bmm(weights, values) if len(visible.windows) == 1 else _sum(weights, values, visible.windows)
-    if copies > 1:
+    if padded > count:
         total = total[:, :count]
-    out, normaliser = total.split_with_sizes([width, 1], -1)
-    return (out / normaliser).view(rows, heads, nodes, width).transpose(1, 2).reshape(rows, nodes, heads * width)
+    out = total.narrow(-1, 0, width) / total.narrow(-1, width, 1)
+    return out.view(rows, heads, nodes, width).transpose(1, 2).reshape(rows, nodes, heads * width)
 
 
 def _sum(weights: Tensor, values: Tensor, windows: tuple[Window, ...]) -> Tensor:

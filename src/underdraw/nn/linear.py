@@ -1,10 +1,9 @@
 """Matrix products whose rows do not depend on how many rows there are.
 
-Plain decoding multiplies one or two rows at a time, a tree pass a hundred. The exactness promise needs both to give
-the same bits. On a CPU that holds with weights stored input-major, short inner products (see `chunk`), and at least two
-rows in float32 or a multiple of four in other types; otherwise kernels are picked by the number of rows and round
-differently. The same layout is also the faster one for small trees. Faster still, with the same bits, are panels: some
-outputs each, input-major, one behind the other, so that memory is read in order. GPUs round by shape.
+On a CPU that holds with weights stored input-major, short inner products and enough rows, as `nn.rounding` finds out;
+otherwise kernels are picked by the number of rows and round differently. The same layout is also the faster one for
+small trees. Faster still, with the same bits, are panels: some outputs each, input-major, one behind the other, so that
+memory is read in order. GPUs round by shape.
 """
 
 from __future__ import annotations
@@ -15,12 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from underdraw.nn.rounding import chunk, padded_rows
+
 PANEL = 32  # outputs that lie side by side; of 16, 32, 64, 128 and 256 the fastest at two rows
-
-
-def chunk() -> int:
-    """The longest inner product that the BLAS does in one go for any number of rows; many threads share longer ones."""
-    return 768 if torch.get_num_threads() <= 2 else 256
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -30,7 +26,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     product = F.linear if weight.ndim == 2 else _in_panels
     inputs, size = x.shape[-1], chunk()
     count = x.numel() // inputs
-    padding = max(2 - count, 0) if x.dtype == torch.float32 else -count % 4
+    padding = padded_rows(count, x.dtype) - count
     rows = F.pad(x.reshape(-1, inputs), (0, 0, 0, padding)) if padding else x
     out = product(rows.narrow(-1, 0, size), weight.narrow(1, 0, size)) if inputs > size else product(rows, weight)
     for start in range(size, inputs, size):

@@ -19,7 +19,6 @@ from torch import Tensor
 from underdraw.calibration import constant
 from underdraw.errors import CapacityError
 from underdraw.nn.attention import (
-    BLOCK,
     Kernel,
     Tree,
     Visible,
@@ -31,6 +30,7 @@ from underdraw.nn.attention import (
 )
 from underdraw.nn.number import order
 from underdraw.nn.regions import PLAIN, Caches, through
+from underdraw.nn.rounding import block
 from underdraw.nn.transformer import Transformer
 
 
@@ -179,8 +179,9 @@ class Stream:
             return Visible(bias[:, None])
         first = min(self.known) if self.span is None else 0
         depths = self.depths[0]
-        if length > BLOCK:
+        size = block(bias.dtype, len(bias) * arch.groups)
+        if length > size:
             depths = torch.cat(self.depths, dim=1).clamp_(min=0)
             depths = depths.repeat(len(self.length) // len(depths), 1)
-        parts = windows(self.length, depths, spread, first, length, arch.groups)
+        parts = windows(self.length, depths, spread, first, length, arch.groups, size)
         return Visible.of(bias, parts, arch.heads, arch.groups)

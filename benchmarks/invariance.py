@@ -3,8 +3,9 @@
     python benchmarks/invariance.py
 
 For float32 and bfloat16: how many of 127 row counts give a matrix product another first row, with weights stored
-output-major (as torch.nn.Linear does) and input-major (as underdraw does); and how often a weighted sum of values
-changes when zero-weight values are put between the others, by length of the sum.
+output-major (as torch.nn.Linear does) and input-major, and with underdraw's own products, which add rows where this
+machine needs them; and how often a weighted sum of values changes when zero-weight values are put between the others,
+by length of the sum.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ import argparse
 import torch
 import torch.nn.functional as F
 
+from underdraw.nn.linear import linear
+from underdraw.nn.rounding import block, fewest, multiple
+
 SHAPES = ((512, 1024), (512, 512), (512, 2816), (704, 512), (512, 4096))
-LENGTHS = (128, 256, 384, 448, 512, 640)
+LENGTHS = (128, 192, 256, 384, 448, 512, 640)
 
 
 def differing_products(inputs: int, outputs: int, dtype: torch.dtype, order: str) -> int:
     """Row counts from 2 to 128 at which the first two rows of a product differ from those of a product of 2 rows."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(outputs, inputs, generator=generator) * 0.05).to(dtype)
-    if order == "input-major":
+    if order != "output-major":
         weight = weight.t().contiguous().t()
+    product = linear if order == "underdraw" else F.linear
     x = torch.randn(128, inputs, generator=generator).to(dtype)
-    expected = F.linear(x[:2], weight)
-    return sum(not torch.equal(F.linear(x[:rows], weight)[:2], expected) for rows in range(2, 129))
+    expected = product(x[:2], weight)
+    return sum(not torch.equal(product(x[:rows], weight)[:2], expected) for rows in range(2, 129))
 
 
 def differing_sums(length: int, dtype: torch.dtype, trials: int = 40) -> int:
@@ -52,10 +57,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {options.threads} thread(s)")
+    print(f"products have at least {fewest()} rows, a multiple of {multiple()}, sums {block(torch.float32, 2)} places")
     for dtype in (torch.float32, torch.bfloat16):
         for inputs, outputs in SHAPES:
-            counts = [differing_products(inputs, outputs, dtype, order) for order in ("output-major", "input-major")]
-            print(f"{dtype}  {inputs:4} -> {outputs:4}  output-major {counts[0]:3}  input-major {counts[1]:3} of 127")
+            counts = (
+                f"{order} {differing_products(inputs, outputs, dtype, order):3}"
+                for order in ("output-major", "input-major", "underdraw")
+            )
+            print(f"{dtype}  {inputs:4} -> {outputs:4}  {'  '.join(counts)} of 127")
         sums = "  ".join(f"{length}: {differing_sums(length, dtype)}" for length in LENGTHS)
         print(f"{dtype}  sums that change, of 40, by length  {sums}")
 

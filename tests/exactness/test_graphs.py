@@ -180,9 +180,10 @@ def test_plans_are_rounded_to_few() -> None:
         for width in range(1, 13):
             plan = TreePlan(depth, width, width, 59)
             larger = plan.rounded()
-            assert larger.depth == depth and larger.width >= width and larger.branch >= width and larger.nodes == 64
+            assert larger.depth == depth and larger.width >= width and larger.branch >= width
+            assert padded_size(larger.nodes) == padded_size(plan.nodes)
             rounded.add(larger)
-    assert len(rounded) <= 50
+    assert len(rounded) <= 60
     assert [padded_size(count) for count in (1, 3, 9, 65, MAX_NODES)] == [1, 4, 16, 128, 128]
     with pytest.raises(ConfigError):
         TreePlan(2, 1, 1, MAX_NODES + 1)

@@ -19,7 +19,7 @@ from underdraw.registry import policies
 def test_the_cache_is_counted_to_the_byte() -> None:
     of = toy.target()
     stream = Stream(of.net, 6, 256)
-    held = sum(part.numel() * 4 for part in (stream.keys, stream.values[..., :-1]))
+    held = sum(part.numel() * 4 for part in (stream.keys, stream.values[..., : of.net.arch.width]))
     more = memory.needed(of.net.arch, 6, 512, 8, 4) - memory.needed(of.net.arch, 6, 256, 8, 4)
     scores = 6 * memory.MAX_NODES * of.net.arch.heads * 256 * 4
     noise = 6 * 256 * of.net.head.weight.shape[0] * 4

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, whatever stops the program while they are written."""
+"""Files that appear whole or not at all, whatever stops the program while they are written; and where to keep some."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 UNFINISHED = ".*.part"  # the names of files that are still being written, as a pattern
+
+
+def cache() -> Path:
+    """What is measured or fetched once and kept: the folder that UNDERDRAW_CACHE names, or one in the user's cache."""
+    return Path(os.environ.get("UNDERDRAW_CACHE") or Path.home() / ".cache" / "underdraw")
 
 
 @contextmanager

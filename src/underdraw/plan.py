@@ -72,11 +72,17 @@ class TreePlan:
         return cls(len(known.levels) - 1, width, max(known.ranks) + 1, len(parents), parents)
 
     @property
+    def levels(self) -> int:
+        """How many levels the drafter is asked for; with a floor there is one more, in which nothing was left."""
+        return self.depth + bool(self.floor)
+
+    @property
     def expanded(self) -> int:
-        """How many nodes the drafter is asked to expand."""
+        """How many nodes the drafter is asked to expand; of a tree with a floor at most its own."""
         if self.shape is not None:
             return len(set(self.shape)) - 1
-        return sum(min(count, self.width) for count in self._levels()[:-1])
+        count = sum(min(count, self.width) for count in self._levels()[:-1])
+        return min(max(count, 1), self.nodes) if self.floor else count
 
     def cut(self, depth: int) -> TreePlan:
         """This plan without the levels below `depth`."""
@@ -138,10 +144,21 @@ class Shape:
 
 @functools.lru_cache(maxsize=256)
 def _balanced(depth: int, width: int, branch: int, nodes: int) -> tuple[int, ...]:
-    """Best-first growth under a fixed guess of how often each rank is accepted (halving from rank to rank)."""
+    """Best-first growth under a guess of how often each rank is accepted: half of what is left, or more of it, so that
+    the tree reaches its depth.
+    """
+    for guess in (0.5, 0.6, 0.7, 0.8, 0.9, 0.99):
+        parents, depths = _grown(depth, width, branch, nodes, guess)
+        if max(depths) == depth:
+            break
+    return _by_level(parents, depths)
+
+
+def _grown(depth: int, width: int, branch: int, nodes: int, guess: float) -> tuple[list[int], list[int]]:
+    """Parents and depths of the nodes in order of growth."""
     parents, depths, children = [-1], [0], [0]
     open_levels = [0] * (depth + 1)  # expanded nodes a level
-    heap = [(-0.5, 0, 0)] if depth else []  # (-chance of the next child, tie-break, parent)
+    heap = [(-guess, 0, 0)] if depth else []  # (-chance of the next child, tie-break, parent)
     chances = [1.0]
     while heap and len(parents) < nodes:
         chance, _, parent = heapq.heappop(heap)
@@ -156,10 +173,11 @@ def _balanced(depth: int, width: int, branch: int, nodes: int) -> tuple[int, ...
         chances.append(-chance)
         children[parent] += 1
         if children[parent] < branch:
-            heapq.heappush(heap, (-chances[parent] * 0.5 ** (children[parent] + 1), node * 2, parent))
+            chance = chances[parent] * guess * (1 - guess) ** children[parent]
+            heapq.heappush(heap, (-chance, node * 2, parent))
         if depths[node] < depth:
-            heapq.heappush(heap, (-chances[node] * 0.5, node * 2 + 1, node))
-    return _by_level(parents, depths)
+            heapq.heappush(heap, (-chances[node] * guess, node * 2 + 1, node))
+    return parents, depths
 
 
 def _by_level(parents: list[int], depths: list[int]) -> tuple[int, ...]:

@@ -197,6 +197,8 @@ def test_methods_come_back_to_their_captured_passes(pipe: Pipeline, tmp_path: Pa
 def test_standing_still_is_told_from_work() -> None:
     """Passes of one and two seconds, and one of thirty: three times the median of one are what a pass may take."""
     assert stalled([1.0, 2.0, 1.0, 30.0, 1.0]) == 27.0 and stalled([1.0, 2.0, 1.0]) == 0.0 and stalled([]) == 0.0
+    assert stalled([0.01, 0.01, 0.05]) == 0.0, "a large tree after small ones"
+    assert stalled([0.25, 0.25, 3.0]) == 1.75
 
 
 def test_memory_is_that_of_the_picture() -> None:

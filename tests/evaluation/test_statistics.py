@@ -21,7 +21,7 @@ from underdraw.history import History, Law, Step
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
 from underdraw.training.compose import Composer, Painter, Recipe
-from underdraw.training.model import Scorer
+from underdraw.training.foresight import Scorer
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = Layout(3, 4, range(100, 164))

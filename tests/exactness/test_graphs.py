@@ -85,6 +85,17 @@ def test_other_verifiers_and_proposals_draw_what_they_draw_without_graphs(
     assert captured.captured(kept) >= 1
 
 
+def test_trees_with_a_floor_are_noted_as_they_were_grown() -> None:
+    """How large they became is found out on the device; the record, which the policy reads, says it either way."""
+    of = toy.target()
+    tree, own = policies.build("cost:depth=4,nodes=12,node=2"), toy.eagle(of)
+    for layout in (toy.PLAIN, toy.ROW_ENDS):
+        plain, taken = (toy.run(of, own, tree, layout=layout, graphs=way)[1][0] for way in (None, graphs()))
+        assert plain.nodes.tolist() == taken.nodes.tolist()
+        assert plain.depth.tolist() == taken.depth.tolist()
+        assert 1 < plain.mean_nodes < 12
+
+
 def test_buffers_stay_where_they_are() -> None:
     of, kept = toy.target(), graphs()
     tree, own = policies.build("confidence:depth=3,top_k=4,nodes=12"), toy.eagle(of)

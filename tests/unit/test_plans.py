@@ -113,11 +113,17 @@ def test_a_cut_plan_is_no_larger_than_it_can_be(plan: TreePlan, depth: int) -> N
         (TreePlan(3, 10, 10, 59), 1 + 10 + 10),
         (TreePlan(4, 4, 2, 20), 1 + 2 + 4 + 4),
         (TreePlan.of((-1, 0, 0, 1, 1, 3)), 3),
+        (TreePlan(3, 8, 6, 5, floor=0.1), 5),
+        (TreePlan(0, 8, 6, 1, floor=0.1), 1),
     ],
 )
 def test_expanded_nodes_by_hand(plan: TreePlan, expanded: int) -> None:
-    """The root, and of each level below as many as there are and the width allows; in a shape, those with children."""
+    """The root, and of each level below as many as there are and the width allows; in a shape, those with children.
+
+    A tree with a floor has no more than its nodes, and one level more than can be seen.
+    """
     assert plan.expanded == expanded
+    assert plan.levels == plan.depth + (plan.floor > 0)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +155,7 @@ def check_fixed(plan: TreePlan) -> None:
     assert fixed.shape is not None
     shape = Shape.of(fixed.shape)
     assert fixed.nodes == len(fixed.shape) <= plan.nodes
-    assert fixed.depth <= plan.depth
+    assert fixed.depth == plan.depth
     assert fixed.branch <= plan.branch
     assert list(shape.depths) == sorted(shape.depths), "level by level"
     for level in shape.levels:

@@ -30,6 +30,7 @@ from underdraw.training.collect import portrait_phrase
 from underdraw.training.compose import COLOURS, PALETTE, Composer, Painter, Recipe, Scenes, Sizes
 from underdraw.training.data import Pack, Picture, caption, is_held_out, pair_caption, write_pack
 from underdraw.training.emoji import noun_phrase
+from underdraw.training.foresight import Foresight, Scorer
 from underdraw.training.losses import _ArraysOnly
 from underdraw.training.model import ModelTraining, initialise
 from underdraw.training.sources import PACKAGES, deb_members, fetch
@@ -435,9 +436,9 @@ def test_foresight_tells_the_codes_after_the_next(pack: Pack) -> None:
     layout = Layout(2, 3, range(5, 13))
     net = Transformer(tiny_arch(5, 8, dim=64, layers=1))
     initialise(net, 0)
-    scorer = model_training.Scorer(net, layout, 2)
+    scorer = Scorer(net, layout, 2)
     text, codes = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0, 1, 2, 3, 4, 5], [7, 6, 5, 4, 3, 2]])
-    plain, ahead = model_training.Foresight(scorer, 3)(text, codes, torch.tensor([2]))
+    plain, ahead = Foresight(scorer, 3)(text, codes, torch.tensor([2]))
     assert plain.item() == pytest.approx(scorer(text, codes).mean().item())
     logits = net.logits(scorer.features(text, codes))[:, :-2]
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), codes[:, 2:].flatten())

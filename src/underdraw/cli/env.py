@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 def system() -> dict[str, Any]:
     import torch
 
-    from underdraw.evaluation.machine import processor
+    from underdraw.engine.costs import processor
 
     return {
         "platform": platform.platform(),
@@ -68,19 +68,24 @@ def kernels() -> dict[str, str]:
     import torch
 
     if torch.cuda.is_available():
+        from underdraw.nn.attention import triton_runs
+
         cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
+        own = ", kernels of our own where they are faster" if triton_runs(torch.device("cuda")) else ""
         return {
             "device": "cuda",
-            "matrices": f"cuBLAS (CUDA {cuda}), TF32 {'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'}",
-            "attention": "torch scaled_dot_product_attention",
+            "matrices": f"cuBLAS (CUDA {cuda}), TF32 {'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'}{own}",
+            "attention": f"torch scaled_dot_product_attention{own}",
             "convolutions": f"cuDNN {cudnn}",
         }
+    from underdraw.nn.rounding import block, fewest, multiple
+
     blas = "MKL" if torch.backends.mkl.is_available() else "the BLAS that torch was built with"
     convolutions = "oneDNN" if torch.backends.mkldnn.is_available() else "torch"
     return {
         "device": "cpu",
-        "matrices": f"{blas}, input-major, in chunks that round alike for every number of rows",
-        "attention": "block by block of sequence places, in one order for trees and single tokens",
+        "matrices": f"{blas}, input-major, at least {fewest()} rows, a multiple of {multiple()}: all round alike",
+        "attention": f"by blocks of {block(torch.float32, 2)} sequence places, in one order for trees and tokens",
         "convolutions": convolutions,
     }
 

@@ -83,7 +83,7 @@ def subjects(
             raise ConfigError(f"{name} {value} leaves nothing to draw; use at least 1.")
     for path in (out, *([] if sheet is None else [sheet])):
         check_file(path)
-    from underdraw.evaluation.features import CACHE, Network, weights
+    from underdraw.evaluation.features import Network, weights
     from underdraw.evaluation.records import head, table
     from underdraw.evaluation.store import write_json
     from underdraw.evaluation.subjects import measure
@@ -91,7 +91,7 @@ def subjects(
     from underdraw.training.sheet import contact_sheet
 
     pictures = Pictures(pack)
-    network = Network(weights(cache or CACHE))
+    network = Network(weights(cache))
     pipe = Parts(model, drafter, "auto", "exact", device, dtype).load(quiet=json or quiet)
 
     def draw(texts: Sequence[str], seeds: Sequence[int]) -> Tensor:

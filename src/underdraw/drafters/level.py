@@ -134,9 +134,9 @@ class LevelSession(LastingDraft):
             wide = None if features is None else features.new_zeros(rows, MAX_NODES, features.shape[-1])
             self.buffers = Pending(spare, wide, spare.clone(), spare[:, 0].clone(), ())
         self.next_width = padded_size(max(plan.depth + 1, _WAITING))
-        span = self.stream.fix(pending.tokens.shape[1] + max(plan.depth * plan.width, 1), frame.quantum)
         prompt = self.width is None
         self.stream.regions, self.stream.kernel = PLAIN if prompt else frame.regions, frame.kernel
+        span = self.stream.fix(pending.tokens.shape[1] + max(plan.depth * plan.width, 1), frame.quantum)
         return None if prompt else (self.width, span)
 
     def note(self, known: tuple[int, ...]) -> None:

@@ -21,6 +21,7 @@ import torch
 from underdraw.drafters.forced import Forced
 from underdraw.engine.decode import decode
 from underdraw.engine.graphs import Graphs
+from underdraw.files import cache
 from underdraw.history import History
 from underdraw.nn.regions import PLAIN
 from underdraw.plan import TreePlan
@@ -87,9 +88,9 @@ def measure(
     if graphs is None:
         return line
     curve = [(1, plain), *((size, time(forced, NoTree(), graphs.padded(size))) for size in _SIZES)]
-    levels = []
+    levels, same = [], graphs.padded(32)
     for width in _WIDTHS:
-        low, high = (time(drafter, Always(TreePlan(depth, width, min(width, 4), 32))) for depth in (2, 8))
+        low, high = (time(drafter, Always(TreePlan(depth, width, min(width, 4), 32)), same) for depth in (2, 8))
         levels.append((width, max((high - low) / 6, 0.0)))
     return replace(line, curve=_rounded(curve), levels=_rounded(levels))
 
@@ -151,8 +152,7 @@ def remember(key: Sequence[object], costs: Costs, folder: Path | None = None) ->
 
 
 def _file(folder: Path | None) -> Path:
-    home = os.environ.get("UNDERDRAW_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "underdraw")
-    return (folder or Path(home)) / "costs.json"
+    return (folder or cache()) / "costs.json"
 
 
 def _name(key: Sequence[object]) -> str:
@@ -161,6 +161,14 @@ def _name(key: Sequence[object]) -> str:
 
 def machine() -> str:
     """The device's name, as far as it is known."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return platform.processor() or platform.machine()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
+
+
+def processor() -> str:
+    """The processor's name, where the system says it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

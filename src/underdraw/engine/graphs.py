@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from underdraw.engine.passes import Laws, News, Passes, unpacked
+from underdraw.engine.passes import Laws, News, Passes, grown, unpacked
 from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.nn.attention import Kernel, triton_runs
 from underdraw.nn.lasting import Frame, LastingDraft
@@ -31,12 +31,12 @@ from underdraw.nn.transformer import Block
 from underdraw.plan import TreePlan, padded_size
 from underdraw.protocols import Drafter, Prompt, Target, Verifier
 from underdraw.sampling import Sampler, Stream
-from underdraw.tree import Limits, Proposal, envelope
+from underdraw.tree import DraftTree, Limits, Proposal, envelope
 
 log = logging.getLogger(__name__)
 Compile = Literal["auto", "on", "capture", "off"]
 KEPT = 2  # sets of buffers that are kept for the next picture, where nobody asks for more
-_WHOLE = 2**20  # slots, more than any cache has: a kernel that reads what is there may look at all of them
+_WHOLE = 2**20  # slots, more than any cache has
 _SMALL, _SPAN = 1024, 256  # slots of a cache that is always looked at as a whole; what larger ones are looked at in
 _COMPILED = 64  # shapes of one region before torch gives up compiling
 
@@ -202,6 +202,7 @@ class Captured(Passes):
         sampler.look_ahead(sampler.seeds, self.streams)
         self.quantum = graphs.quantum or (_SPAN if session.stream.capacity > _SMALL else _WHOLE)
         self.runs: dict[Hashable, Recorded | None] = {}  # None: met once
+        self.tree: DraftTree | None = None  # of the last pass, if its size was found out on the way
         device = self.steps.device
         self.limits = torch.zeros(4, len(sampler), dtype=torch.int64, device=device)
         self.host_limits = torch.zeros(4, len(sampler), dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -229,6 +230,8 @@ class Captured(Passes):
         kind = (self.target.fix(frame), self.lasting.fix(frame))
         free = floor or None in kind  # with a floor, the size of a tree depends on what the device finds
         news = unpacked(self._run(frame, limits, None if free else (plan, size, *kind)).tolist(), self.laws)
+        if self.tree is not None:
+            plans = grown(self.tree, plans)
         counts = tuple(len(new.tokens) if alive else 0 for new, alive in zip(news, live, strict=True))
         self.target.note(counts)
         self.lasting.note(counts)
@@ -250,6 +253,7 @@ class Captured(Passes):
         def work() -> Tensor:
             draws = self.sampler.draws(self.steps, frame.plan.depth + 1)
             judged = self.judge(frame.plan, limits, draws, frame.size)
+            self.tree = judged.tree if frame.plan.floor else None
             self.settle(judged, ())
             return judged.packed
 

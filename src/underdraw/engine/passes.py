@@ -83,7 +83,7 @@ class Passes:
         self.draws = self.sampler.draws(self.steps, plan.depth + 1, self.draws, self.moved)
         judged = self.judge(plan, limits, self.draws)
         if plan.floor:
-            plans = _grown(judged.tree, plans)
+            plans = grown(judged.tree, plans)
         news = unpacked(judged.packed.tolist(), self.laws)
         counts = tuple(len(new.tokens) if alive else 0 for new, alive in zip(news, live, strict=True))
         self.settle(replace(judged, verdict=judged.verdict.narrow(max(counts) - 1)), counts)
@@ -154,7 +154,7 @@ def unpacked(rows: list[list[float]], laws: Laws) -> list[News]:
     return news
 
 
-def _grown(tree: DraftTree, plans: list[TreePlan]) -> list[TreePlan]:
+def grown(tree: DraftTree, plans: list[TreePlan]) -> list[TreePlan]:
     """The plans with the sizes that trees with a floor have really come to, for the record."""
     depths, nodes = tree.depths.amax(1).tolist(), (tree.depths >= 0).sum(1).tolist()
     return [

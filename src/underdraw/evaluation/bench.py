@@ -135,24 +135,25 @@ class Bench:
         history, timed.clock.seconds = History(pipe.model.layout(job.size)), 0.0
         steps = pipe.decode(job, [history], timed, laws)
         memory = Memory(pipe.device)
-        trees = nodes = levels = expanded = 0
-        spent = []
+        plans, spent = [], []
         opened = 0.0
         began = time.perf_counter()
         for step in steps:
             opened = opened or time.perf_counter() - began - step.seconds
             spent.append(step.seconds)
-            if step.plan.depth:
-                trees, nodes = trees + 1, nodes + step.plan.nodes
-                levels, expanded = levels + step.plan.depth, expanded + step.plan.expanded
+            plans.append(step.plan)
             if history.passes == passes:
                 break
         if pipe.device.type == "cuda":
             torch.cuda.synchronize(pipe.device)
         seconds = time.perf_counter() - began
+        if (pipe.verifier.proposals[0] if method.proposal == "auto" else method.proposal) == "sampled":
+            plans = [plan.fixed() for plan in plans]  # as they are grown
+        trees = [plan for plan in plans if plan.levels]
         return Drawn(
-            history, seconds, opened, timed.clock.seconds, memory.peak, trees, nodes, levels, expanded, stalled(spent)
-        )
+            history, seconds, opened, timed.clock.seconds, memory.peak, len(trees), sum(plan.nodes for plan in trees),
+            sum(plan.levels for plan in trees), sum(plan.expanded for plan in trees), stalled(spent),
+        )  # fmt: skip
 
     def settings(self) -> dict[str, Any]:
         """What must not change between two parts of one run."""
@@ -173,7 +174,7 @@ class Bench:
             own = [replace(method, tree=tree) for tree in trees]
             for one in own:
                 self._warm(one, temperature)
-            rows[name] = [_steady(self.draw(one, Key("", temperature, 0, 0))) for one in own]
+            rows[name] = [_figures(self.draw(one, Key("", temperature, 0, 0))) for one in own]
             plain = [] if method is AR else rows[kind(AR.record(), temperature)]
             found[name] = measured([*rows[name], *plain])
         return found
@@ -280,14 +281,10 @@ def _mean(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 def stalled(spent: Sequence[float]) -> float:
-    """Seconds that passes took beyond three times the median one: a machine that stood still, not what a pass costs."""
-    longest = 3 * statistics.median(spent) if spent else 0.0
+    """Seconds in which the machine stood still: what passes took beyond three times the median and a second more."""
+    usual = statistics.median(spent) if spent else 0.0
+    longest = max(3 * usual, usual + 1)
     return sum(max(0.0, seconds - longest) for seconds in spent)
-
-
-def _steady(drawn: Drawn) -> dict[str, Any]:
-    """What a picture would have taken if the machine had never stood still."""
-    return {**_figures(drawn), "seconds": drawn.seconds - drawn.stalled_seconds}
 
 
 def _figures(drawn: Drawn) -> dict[str, Any]:

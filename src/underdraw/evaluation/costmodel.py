@@ -16,6 +16,11 @@ Row = Mapping[str, Any]
 PARTS = ("prompt", "plain", "base", "node", "level", "expanded")
 
 
+def steady(row: Row) -> float:
+    """Seconds of a picture without those in which the machine stood still, which older rows do not tell apart."""
+    return float(row["seconds"]) - float(row.get("stalled_seconds", 0.0))
+
+
 def predicted(row: Row, costs: Mapping[str, float]) -> float:
     """Seconds of a picture by costs in milliseconds."""
     line = np.array([costs.get(part, 0.0) for part in PARTS])  # older costs know of no expanded nodes
@@ -42,7 +47,7 @@ def check_costs(rows: Sequence[Row], costs: Mapping[str, Mapping[str, float]]) -
         found.append(
             {
                 "method": method, "temperature": temperature,
-                "measured": round(sum(row["seconds"] for row in own) / len(own), 4),
+                "measured": round(sum(map(steady, own)) / len(own), 4),
                 "by_costs": None if known is None else _ratio(own, [predicted(row, known) for row in own]),
                 "by_fit": None if line is None or not held else _ratio(held, list(_terms(held) @ line)),
             }
@@ -80,7 +85,7 @@ def _least_squares(rows: Sequence[Row]) -> NDArray[np.float64]:
     A prompt costs what it has cost; the rest is fitted. Rows are weighted by their time, so that it is relative errors
     that count.
     """
-    terms, seconds = _terms(rows), np.array([row["seconds"] for row in rows])
+    terms, seconds = _terms(rows), np.array([steady(row) for row in rows])
     costs = np.zeros(terms.shape[1])
     costs[0] = np.mean([row.get("prompt_seconds", 0.0) for row in rows])  # older rows do not say
     left = (seconds - costs[0]) / seconds
@@ -98,4 +103,4 @@ def _least_squares(rows: Sequence[Row]) -> NDArray[np.float64]:
 
 
 def _ratio(rows: Sequence[Row], seconds: Sequence[float]) -> float:
-    return round(float(sum(seconds) / sum(row["seconds"] for row in rows)), 4)
+    return round(float(sum(seconds) / sum(map(steady, rows))), 4)

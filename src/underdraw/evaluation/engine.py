@@ -223,15 +223,14 @@ class EngineBench:
         """What one more level of a drafter costs, by how many nodes it expands: differences of passes of one size."""
         found: dict[str, Any] = {}
         for kind in self.settings.drafters:
-            drafter = self.drafter(kind)
+            drafter, graphs = self.drafter(kind), self.graphs.padded(32)
             found[kind] = {}
             for width in (1, 8, 16):
                 self.tell(f"levels of {width} nodes, {kind}")
                 low, high = (
-                    self.pass_ms(drafter, Always(TreePlan(depth, width, min(width, 4), 32))) for depth in (2, 8)
+                    self.pass_ms(drafter, Always(TreePlan(depth, width, min(width, 4), 32)), graphs) for depth in (2, 8)
                 )
                 found[kind][str(width)] = (high - low) / 6
-            self.graphs.kept.clear()
         return found
 
     def replay(self, trace: Trace, kind: Kind) -> dict[str, Any]:

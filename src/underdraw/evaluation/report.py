@@ -52,7 +52,7 @@ def page(title: str, summary: dict[str, Any], figures: Sequence[Path]) -> str:
         data = base64.b64encode(figure.read_bytes()).decode()
         told = html.escape(TITLES[figure.stem])
         parts.append(f"<h2>{told}</h2><img alt='{told}' src='data:image/png;base64,{data}'>")
-    parts += ["<h2>Does the time follow from passes, nodes and levels?</h2>", as_html(COSTS, cost_lines(summary))]
+    parts += ["<h2>Does the time follow from the trees?</h2>", as_html(COSTS, cost_lines(summary))]
     columns = ("name", "tree", "verifier", "drafter", "proposal", "about")
     methods = [[method[column] for column in columns] for method in summary["methods"].values()]
     parts += ["<h2>Methods</h2>", as_html(columns, methods)]

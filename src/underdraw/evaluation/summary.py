@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from underdraw.codes import unpack
 from underdraw.errors import ConfigError
-from underdraw.evaluation.costmodel import check_costs
+from underdraw.evaluation.costmodel import check_costs, steady
 from underdraw.evaluation.methods import PLAIN
 from underdraw.evaluation.store import ROWS, RUN, Key, Store, read_json, write_json
 from underdraw.evaluation.twosample import two_sample
@@ -53,9 +53,9 @@ def entry(store: Store, method: str, temperature: float) -> dict[str, Any]:
     """One method at one temperature."""
     found = {key: row for key, row in store.rows.items() if key.method == method and key.temperature == temperature}
     rows, keys = list(found.values()), list(found)
-    passes, seconds = (sum(row[name] for row in rows) for name in ("passes", "seconds"))
+    passes, seconds = sum(row["passes"] for row in rows), sum(map(steady, rows))
     plain = {key: store.rows.get(key._replace(method=PLAIN)) for key in keys}
-    ratios = [other["seconds"] / found[key]["seconds"] for key, other in plain.items() if other is not None]
+    ratios = [steady(other) / steady(found[key]) for key, other in plain.items() if other is not None]
     same = [row["equal_image"] for row in rows]
     return {
         "method": method, "temperature": temperature, "prompts": len({key.prompt for key in keys}), "rows": len(rows),
@@ -64,7 +64,7 @@ def entry(store: Store, method: str, temperature: float) -> dict[str, Any]:
         "depth": round(sum(row["mean_depth"] * row["passes"] for row in rows) / passes, 4),
         "nodes": round(sum(row["mean_nodes"] * row["passes"] for row in rows) / passes, 4),
         "draft_share": round(sum(row["draft_seconds"] for row in rows) / seconds, 4),
-        "seconds": spread([row["seconds"] for row in rows]), "memory": max(row["memory"] for row in rows),
+        "seconds": spread([steady(row) for row in rows]), "memory": max(row["memory"] for row in rows),
         "equal_codes": round(float(np.mean([row["equal_codes"] for row in rows])), 5),
         "equal_images": f"{sum(same)}/{len(same)}",
         "against_plain": against_plain(store, keys),

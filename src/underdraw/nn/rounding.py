@@ -9,6 +9,7 @@ one a multiple of four). So a few small products are tried when the first one is
 from __future__ import annotations
 
 import functools
+import logging
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from underdraw.plan import MAX_NODES
 
+log = logging.getLogger(__name__)
 _ROWS = ((2, 1), (4, 4), (8, 8), (16, 16))  # at least so many rows, and a multiple of that
 _BLOCKS = (256, 64)  # places that may be summed up with the nodes of a tree between them
 _COUNTS = (1, 2, 3, 5, 6, 7, 9, 11, 13, 19, 25, 33)
@@ -43,7 +45,7 @@ def multiple() -> int:
 def block(dtype: torch.dtype, heads: int) -> int:
     """How many places attention may sum up in one go: zeros between them, where a tree has nodes, change nothing.
 
-    The sums of several heads are dealt out to the threads; those of one head may be shared by them.
+    The sums of several heads (of keys and values) are dealt out to the threads; those of one may be shared by them.
     """
     if dtype != torch.float32:
         return _BLOCKS[0]
@@ -65,8 +67,11 @@ def padded_rows(count: int, dtype: torch.dtype) -> int:
 @torch.no_grad()
 def _tried(threads: int) -> Rounding:
     """The first of the known ways that makes rows independent here; the most cautious one if none is seen to."""
-    rows = next((way for way in _ROWS if _rows_agree(*way)), _ROWS[-1])
-    return Rounding(*rows, next((size for size in _BLOCKS if _sums_agree(size, rows[0])), _BLOCKS[-1]))
+    rows = next((way for way in _ROWS if _rows_agree(*way)), None)
+    size = next((size for size in _BLOCKS if rows is not None and _sums_agree(size, rows[0])), None)
+    if rows is None or size is None:
+        log.info("this machine rounds products by their number of rows; trees may differ from plain decoding by a bit")
+    return Rounding(*(rows or _ROWS[-1]), size or _BLOCKS[-1])
 
 
 def _random(seed: int, *shape: int) -> Tensor:
@@ -96,7 +101,7 @@ def _sums_agree(size: int, rows: int) -> bool:
     """True if sums of `size` terms keep their bits when zeros come between them."""
     length = size + MAX_NODES
     weights, values = _random(3, 2, rows, size), _random(4, 2, size, 65)
-    place = torch.randperm(length, generator=torch.Generator().manual_seed(5))[:size].sort().values
+    place = torch.randperm(length, generator=torch.Generator().manual_seed(5), device="cpu")[:size].sort().values
     sparse, spread = weights.new_zeros(2, rows, length), _random(6, 2, length, 65)
     sparse[:, :, place], spread[:, place] = weights, values
     return torch.equal(torch.bmm(sparse, spread), torch.bmm(weights, values))

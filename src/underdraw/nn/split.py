@@ -4,7 +4,8 @@
 A fused kernel gives one head of one row to one processor, which reads the whole cache alone while most others have
 nothing to do. Here they take turns, a block of slots each; a second, small kernel joins what they found. What a row
 does not hold is not read, so a pass may look at the whole cache and costs what is in it. Which processor reads a slot,
-and when, does not depend on what else is there, so a token finds the same sums alone and in a chain. Needs triton.
+and when, does not depend on what else is there, so a token finds the same sums alone and in a short chain.
+Needs triton.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class Stream:
             return Visible(bias[:, None])
         first = min(self.known) if self.span is None else 0
         depths = self.depths[0]
-        size = block(bias.dtype, len(bias) * arch.groups)
+        size = block(bias.dtype, arch.groups)
         if length > size:
             depths = torch.cat(self.depths, dim=1).clamp_(min=0)
             depths = depths.repeat(len(self.length) // len(depths), 1)

@@ -18,9 +18,9 @@ from underdraw.errors import UnsupportedError
 class Devices:
     """This process among its siblings."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
         self._accelerator: Any = None
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not alone and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             try:
                 from accelerate import Accelerator
             except ImportError:

@@ -14,7 +14,6 @@ import dataclasses
 import logging
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from underdraw.calibration import Calibration
 from underdraw.drafters.block import Block, BlockNet
@@ -33,10 +31,11 @@ from underdraw.models.family import Model
 from underdraw.nn.linear import input_major
 from underdraw.nn.storage import load_weights
 from underdraw.pipeline import Pipeline, family_of, placement
-from underdraw.training.checkpoint import load_state, save_state
+from underdraw.training.checkpoint import load_state
 from underdraw.training.command import run, trainer_parser
 from underdraw.training.devices import Devices
 from underdraw.training.lessons import Draw, alternating, from_pack, from_samples
+from underdraw.training.loop import spend
 from underdraw.training.optim import follow, optimizers, set_rate, step_all
 from underdraw.training.samples import Samples, keep_features, prompts_of
 from underdraw.training.teacher import Teacher
@@ -161,10 +160,10 @@ class Trainer:
         fall = min(1.0, (1 - share) / self.options.decay)
         return self.options.learning_rate * max(0.01, fall) * min(1.0, (self.steps + 1) / self.options.warmup)
 
-    def step(self, draw: Draw) -> Tensor:
-        """One step of the optimisers; the mean loss, still on the device."""
+    def step(self, draw: Draw, share: float) -> Tensor:
+        """One step of the optimisers when `share` of the budget is spent; the mean loss, still on the device."""
         options = self.options
-        set_rate(self._optimizers, self.rate(self.seconds / options.seconds))
+        set_rate(self._optimizers, self.rate(share))
         total: Tensor | None = None
         for part in range(options.accumulate):
             lesson = draw(options.batch, self._generator)
@@ -283,36 +282,18 @@ def _table(ranks: Tensor) -> tuple[tuple[float, ...], ...]:
 
 def train(trainer: Trainer, draw: Draw, held_out: Samples, out: Path) -> Quality:
     """Run the budget out, measuring and saving now and then."""
-    options, devices = trainer.options, trainer.devices
-    end = min(options.seconds, options.pause)
-    if trainer.seconds < end:
-        trainer.step(draw).item()  # compiles, so it is not on the clock
-    began = time.perf_counter() - trainer.seconds
-    reported = measured = trainer.seconds
-    known: dict[str, str] = {}
-    bar = tqdm(total=round(end), initial=round(trainer.seconds), unit="s", disable=None if devices.main else True)
-    try:
-        while not devices.agreed(trainer.seconds >= end):
-            loss = trainer.step(draw)
-            if trainer.seconds - reported >= options.report_every:
-                known["loss"] = f"{loss.item():.4f}"
-                log.info("%5.0f s  step %d  loss %s", trainer.seconds, trainer.steps, known["loss"])
-                bar.set_postfix(known)
-                reported = trainer.seconds
-            trainer.seconds = time.perf_counter() - began
-            bar.update(round(trainer.seconds) - bar.n)
-            if devices.main and trainer.seconds - measured >= options.measure_every and trainer.seconds < end:
-                quality = keep(trainer, held_out, out)
-                known["accepted"] = f"{quality.sampled[0][0]:.2f}"
-                known["tokens/pass"] = f"{trainer.tokens_per_pass(held_out.texts[:4], TREE, 1.0):.2f}"
-                log.info("%5.0f s  %s; %s tokens per pass", trainer.seconds, quality, known["tokens/pass"])
-                measured = trainer.seconds
-                began = time.perf_counter() - measured  # measuring is not on the clock
-    finally:
-        bar.close()
-        if devices.main:
-            save_state(out, trainer.state())
-    devices.wait()
+    options = trainer.options
+
+    def show() -> dict[str, str]:
+        quality = keep(trainer, held_out, out)
+        passes = f"{trainer.tokens_per_pass(held_out.texts[:4], TREE, 1.0):.2f}"
+        log.info("%5.0f s  %s; %s tokens per pass", trainer.seconds, quality, passes)
+        return {"accepted": f"{quality.sampled[0][0]:.2f}", "tokens/pass": passes}
+
+    spend(
+        trainer, options, out, lambda share: {"loss": trainer.step(draw, share)}, show, every=options.measure_every,
+        batch=options.batch * options.accumulate, devices=trainer.devices,
+    )  # fmt: skip
     quality = keep(trainer, held_out, out)
     log.info("%5.0f s  %s", trainer.seconds, quality)
     return quality
@@ -323,13 +304,12 @@ DEEP = "confidence:nodes=16,depth=12,top_k=2"
 
 
 def keep(trainer: Trainer, held_out: Samples, out: Path) -> Quality:
-    """Measure, calibrate, and write the drafter and the state to go on from."""
+    """Measure, calibrate, and write the drafter."""
     quality = trainer.measure(held_out)
     trainer.calibration = quality.calibration
     if trainer.devices.main:
         progress = {"steps": trainer.steps, "seconds": round(trainer.seconds)}
         save_drafter(out, trainer.drafter(), trainer.model.target, trainer.sizes, progress, "int8")
-        save_state(out, trainer.state())
     return quality
 
 

@@ -18,7 +18,6 @@ import math
 import queue
 import shutil
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from underdraw.drafters.forced import Forced
 from underdraw.engine.decode import decode
@@ -37,15 +35,17 @@ from underdraw.models.tiny import tiny_arch
 from underdraw.nn.session import DecoderTarget
 from underdraw.nn.storage import load_weights, save_weights
 from underdraw.nn.text import TextTokenizer
-from underdraw.nn.transformer import Transformer, causal
+from underdraw.nn.transformer import Transformer
 from underdraw.nn.vq import VQTokenizer, load_tokenizer
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Prompt
 from underdraw.sampling import Sampler
-from underdraw.training.checkpoint import load_state, save_state
+from underdraw.training.checkpoint import load_state
 from underdraw.training.command import run, trainer_parser
 from underdraw.training.compose import Composer, Painter, Recipe, Scenes
 from underdraw.training.data import Pack
+from underdraw.training.foresight import Foresight, Scorer
+from underdraw.training.loop import spend
 from underdraw.training.optim import follow, optimizers, set_rate, step_all
 from underdraw.training.sheet import contact_sheet
 from underdraw.training.text import caption_texts, learn
@@ -98,62 +98,6 @@ def inherit(net: Transformer, folder: Path, codebook: Tensor, text: int) -> None
     weights["embedding.weight"] = torch.cat([rows[:text], rows[text + nearest]])
     weights["head.weight"] = weights["head.weight"][nearest]
     net.load_state_dict(weights)
-
-
-class Scorer(nn.Module):
-    """Loss of whole pictures given captions: the decoder under a causal mask."""
-
-    rotation: Tensor
-
-    def __init__(self, net: Transformer, layout: Layout, prefix: int) -> None:
-        super().__init__()
-        self.net, self.prefix = net, prefix
-        steps = torch.arange(layout.cells - 1)[None]
-        rope = net.arch.rope
-        raster = rope.raster(layout, steps, torch.tensor([prefix]))
-        table = torch.cat([rope.prompt(prefix, torch.device("cpu"))[None], raster], dim=1)
-        self.register_buffer("rotation", table, persistent=False)
-
-    def features(self, text: Tensor, codes: Tensor) -> Tensor:
-        """text (B, P) ids, codes (B, cells) -> what every code is told from (B, cells, dim)."""
-        outputs = self.net.arch.outputs
-        assert outputs is not None
-        tokens = torch.cat([text, codes[:, :-1] + outputs.start], dim=1)
-        x = self.net.embed(tokens)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return self.net(x, self.rotation.expand(len(x), -1, -1, -1), causal)[:, self.prefix - 1 :]
-
-    def told(self, features: Tensor, codes: Tensor) -> Tensor:
-        """Cross-entropy of codes (B, cells) given features (B, cells, dim)."""
-        logits = self.net.logits(features)
-        return F.cross_entropy(logits.flatten(0, 1), codes.flatten(), reduction="none").view_as(codes)
-
-    def forward(self, text: Tensor, codes: Tensor) -> Tensor:
-        """text (B, P) ids, codes (B, cells) -> cross-entropy of every code (B, cells)."""
-        return self.told(self.features(text, codes), codes)
-
-
-class Foresight(nn.Module):
-    """Loss of whole pictures, and of codes further ahead, each told from a feature by a matrix of its own."""
-
-    def __init__(self, scorer: Scorer, codes: int) -> None:
-        super().__init__()
-        self.scorer = scorer
-        dim = scorer.net.arch.dim
-        self.ahead = nn.Parameter(torch.zeros(codes, dim, dim))
-
-    def forward(self, text: Tensor, codes: Tensor, further: Tensor) -> tuple[Tensor, Tensor]:
-        """text (B, P), codes (B, cells), `further` (F,) numbers of codes to skip -> two mean losses."""
-        features = self.scorer.features(text, codes)
-        cells = codes.shape[1]
-        total = features.new_zeros((), dtype=torch.float32)
-        for skipped, matrix in zip(further, self.ahead.index_select(0, further - 1), strict=True):
-            to = torch.arange(cells, device=codes.device) + skipped
-            seen = features + features @ matrix.to(features.dtype)
-            losses = self.scorer.told(seen, codes[:, to.clamp(max=cells - 1)])
-            total = total + (losses * (to < cells)).sum() / (to < cells).sum() / len(codes)
-        return self.scorer.told(features, codes).mean(), total / max(1, len(further))
 
 
 class Feeder:
@@ -306,35 +250,18 @@ def about(net: Transformer, layout: Layout, text: TextTokenizer, progress: dict[
 def train(trainer: Trainer, out: Path, held_out: Composer, prompts: Sequence[str]) -> None:
     """Run the budget out, saving, measuring and drawing now and then."""
     options = trainer.options
-    end = min(options.seconds, options.pause)
-    if trainer.seconds >= end:
+    if trainer.seconds >= min(options.seconds, options.pause):
         return
-    trainer.step(trainer.seconds / options.seconds).item()  # compiles, so it is not on the clock
-    began, counted = time.perf_counter() - trainer.seconds, trainer.steps
-    reported = saved = trainer.seconds
-    try:
-        while trainer.seconds < end:
-            loss = trainer.step(trainer.seconds / options.seconds)
-            trainer.seconds = time.perf_counter() - began
-            if trainer.seconds - reported >= options.report_every:
-                value = loss.item()
-                trainer.seconds = time.perf_counter() - began
-                speed = (trainer.steps - counted) * options.batch / (trainer.seconds - reported)
-                log.info("%5.0f s  step %d  %.0f images/s  loss %.4f", trainer.seconds, trainer.steps, speed, value)
-                reported, counted = trainer.seconds, trainer.steps
-            if trainer.seconds - saved >= options.save_every and trainer.seconds < end:
-                save_state(out, trainer.state())
-                show(trainer, out, held_out, prompts, [(3.0, 256)])
-                saved = trainer.seconds
-                began = time.perf_counter() - saved  # what was drawn is not on the clock
-    finally:
-        save_state(out, trainer.state())
+    spend(
+        trainer, options, out, lambda share: {"loss": trainer.step(share)},
+        lambda: show(trainer, out, held_out, prompts, [(3.0, 256)]), every=options.save_every, batch=options.batch,
+    )  # fmt: skip
     show(trainer, out, held_out, prompts, [(3.0, 256), (2.0, 0)])
 
 
 def show(
     trainer: Trainer, out: Path, held_out: Composer, prompts: Sequence[str], settings: Sequence[tuple[float, int]]
-) -> None:
+) -> dict[str, str]:
     """Write the averaged weights, measure them and draw a sheet for each pair of guidance and top-k."""
     progress = {"steps": trainer.steps, "seconds": round(trainer.seconds)}
     state = trainer.average.state_dict()
@@ -343,6 +270,7 @@ def show(
     log.info("%5.0f s  training subjects %s  held-out subjects %s", trainer.seconds, _short(seen), _short(unseen))
     for guidance, top_k in settings:
         trainer.draw(prompts, out / f"sheet-g{guidance:g}-k{top_k}.png", guidance=guidance, top_k=top_k)
+    return {"held-out": f"{unseen['loss']:.3f}"}
 
 
 def _short(values: dict[str, float]) -> str:

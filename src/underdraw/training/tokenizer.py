@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import logging
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from underdraw.errors import UnderdrawError
 from underdraw.nn.vq import TokenizerArch, VQTokenizer, load_tokenizer, save_tokenizer
-from underdraw.training.checkpoint import load_state, save_state
+from underdraw.training.checkpoint import load_state
 from underdraw.training.command import run, trainer_parser
 from underdraw.training.compose import COLOURS, Composer, Painter, Recipe, Scenes
 from underdraw.training.data import Pack
+from underdraw.training.loop import spend
 from underdraw.training.losses import LPIPS
 from underdraw.training.optim import follow
 from underdraw.training.sheet import contact_sheet
@@ -276,7 +275,6 @@ class Trainer:
 def train(trainer: Trainer, evaluator: Evaluator, out: Path) -> Quality:
     """Run the budget out, saving and measuring now and then; returns the quality of the averaged weights."""
     options = trainer.options
-    end = min(options.seconds, options.pause)
 
     def show(sheet: Path | None = None) -> Quality:
         save_tokenizer(out, trainer.average, {"step": trainer.steps, "seconds": round(trainer.seconds)})
@@ -284,32 +282,10 @@ def train(trainer: Trainer, evaluator: Evaluator, out: Path) -> Quality:
         log.info("%6.0f s  %s", trainer.seconds, quality)
         return quality
 
-    if trainer.seconds < end:
-        trainer.step(trainer.seconds / options.seconds)["loss"].item()  # compiles, so it is not on the clock
-    began, counted = time.perf_counter() - trainer.seconds, trainer.steps
-    reported = evaluated = trainer.seconds
-    try:
-        while trainer.seconds < end:
-            losses = trainer.step(trainer.seconds / options.seconds)
-            trainer.seconds = time.perf_counter() - began
-            if trainer.seconds - reported >= options.report_every:
-                values = {name: value.item() for name, value in losses.items()}
-                trainer.seconds = time.perf_counter() - began
-                speed = (trainer.steps - counted) * options.batch / (trainer.seconds - reported)
-                text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-                log.info("%6.0f s  step %d  %.0f images/s  %s", trainer.seconds, trainer.steps, speed, text)
-                if not math.isfinite(values["loss"]):
-                    raise UnderdrawError(
-                        f"the loss is {values['loss']}; delete {out} and start with a lower --learning-rate"
-                    )
-                reported, counted = trainer.seconds, trainer.steps
-            if trainer.seconds - evaluated >= options.evaluate_every and trainer.seconds < end:
-                save_state(out, trainer.state())
-                show()
-                evaluated = trainer.seconds
-                began = time.perf_counter() - evaluated  # measuring is not on the clock
-    finally:
-        save_state(out, trainer.state())
+    def known() -> dict[str, str]:
+        return {"psnr": f"{show().psnr:.2f}"}
+
+    spend(trainer, options, out, trainer.step, known, every=options.evaluate_every, batch=options.batch)
     return show(out / "sheet.png")
 
 

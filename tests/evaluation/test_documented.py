@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -16,7 +17,7 @@ from underdraw.prompts import load_prompts
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "experiments.md"
-DATA = ROOT.parent / "shared" / "data"
+DATA = os.environ.get("UNDERDRAW_DATA")
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -63,8 +64,8 @@ def test_weights_as_documented() -> None:
         assert f"`{weight.name}`" in text and f"]({weight.source})" in text
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="the published files are not part of the repository")
+@pytest.mark.skipif(DATA is None, reason="the published files are not part of the repository; see UNDERDRAW_DATA")
 @pytest.mark.parametrize(("name", "count"), [("parti", 1632), ("coco", 5000)])
 def test_published_files_are_read(name: str, count: int) -> None:
-    prompts = load_prompts(name, DATA)
+    prompts = load_prompts(name, Path(DATA or ""))
     assert len(prompts) == count and all(prompts)

@@ -11,6 +11,7 @@ import pytest
 from commands import call
 from PIL import Image
 
+from underdraw.evaluation.costmodel import check_costs
 from underdraw.evaluation.figures import FIGURES
 from underdraw.evaluation.methods import PLAIN
 from underdraw.evaluation.presets import PRESETS
@@ -118,6 +119,17 @@ def test_the_page_of_experiments_is_made_from_the_results(tmp_path: Path) -> Non
     before = page.stat().st_mtime_ns
     done = call("plot", "--page", page, "--json")
     assert done.code == 0 and done.record["changed"] is False and page.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("name", ["paper-main", "sensitivity"])
+def test_published_times_follow_from_the_trees(name: str) -> None:
+    """What pictures with other trees cost predicts every method's time to a tenth, from the raw rows on."""
+    folder = ROOT / "benchmarks" / "results" / name / "cpu"
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    found = check_costs(rows, json.loads((folder / "run.json").read_text())["costs"])
+    wanted = len(PRESETS[name].temperatures) * (len(PRESETS[name].methods) + 1)
+    assert len(found) == wanted
+    assert {one["method"]: one["by_costs"] for one in found if abs(one["by_costs"] - 1) > 0.1} == {}
 
 
 def test_a_page_shows_a_run(tmp_path: Path, mini: Path, prompts: Path) -> None:

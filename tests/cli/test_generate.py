@@ -195,7 +195,7 @@ def test_a_bar_counts_tokens(
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a bar looks at the clock before it shows anything
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a bar waits a while before it shows
     assert main(["generate", "fox", "-m", str(small_model), "-o", "a.png", *QUICK, *options]) == 0
     shown = terminal.getvalue()
     assert (f"0/{small.TOKENS}" in shown) == seen and ("tokens/pass" in shown) == seen

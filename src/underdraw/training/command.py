@@ -13,11 +13,13 @@ import torch
 from underdraw.errors import UnderdrawError
 
 
-class Defaults(Protocol):
-    """Options that every trainer has."""
+class Options(Protocol):
+    """Options that every trainer has: seconds in all, at which to pause, between two reports, and so on."""
 
     @property
     def seconds(self) -> float: ...
+    @property
+    def pause(self) -> float: ...
     @property
     def batch(self) -> int: ...
     @property
@@ -35,13 +37,14 @@ def part_parser(part: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def trainer_parser(
-    part: str, description: str | None, defaults: Defaults, *, pack: str | None = None
+    part: str, description: str | None, defaults: Options, *, pack: str | None = None
 ) -> argparse.ArgumentParser:
     """A parser with the options of every trainer; the pack is required unless `pack` says what else it is for."""
     parser = part_parser(part, description)
     parser.add_argument("--pack", type=Path, required=pack is None, help=pack or "training pack")
     parser.add_argument("--out", type=Path, required=True, help="folder; continued if it holds weights")
     parser.add_argument("--seconds", type=float, default=defaults.seconds)
+    parser.add_argument("--pause", type=float, default=defaults.pause, help="stop at so many seconds, to go on later")
     parser.add_argument("--batch", type=int, default=defaults.batch)
     parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
     parser.add_argument("--report-every", type=float, default=defaults.report_every, help="seconds")

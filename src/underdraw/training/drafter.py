@@ -37,6 +37,7 @@ from underdraw.training.devices import Devices
 from underdraw.training.lessons import Draw, alternating, from_pack, from_samples
 from underdraw.training.loop import spend
 from underdraw.training.optim import follow, optimizers, set_rate, step_all
+from underdraw.training.quality import BEST, Quality, shares
 from underdraw.training.samples import Samples, keep_features, prompts_of
 from underdraw.training.teacher import Teacher
 from underdraw.training.unroll import BlockLoss, EagleLoss, roots_of
@@ -77,28 +78,6 @@ class DrafterTraining:
         if self.kind == "eagle":
             return {**common, "above": True}
         return {**common, "slots": self.depth, "markov_dim": self.markov_dim}
-
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """How good a drafter is on pictures that it never saw, under shared noise."""
-
-    loss: float
-    sampled: tuple[
-        tuple[float, ...], ...
-    ]  # T = 1: by level, the chance that the target's token is among the best 1, 2, 4, 8
-    greedy: tuple[tuple[float, ...], ...]  # T = 0
-    calibration: Calibration
-
-    def __str__(self) -> str:
-        def row(table: tuple[tuple[float, ...], ...]) -> str:
-            levels = sorted({0, len(table) // 2, len(table) - 1})
-            return ", ".join(f"level {n + 1}: " + "/".join(f"{chance:.3f}" for chance in table[n]) for n in levels)
-
-        return f"loss {self.loss:.4f}; T=1 among 1/2/4/8 {row(self.sampled)}; T=0 {row(self.greedy)}"
-
-
-BEST = (1, 2, 4, 8)
 
 
 def initialise(net: EagleNet, seed: int) -> None:
@@ -234,7 +213,7 @@ class Trainer:
         best_scores, best_ranks = (torch.cat(parts)[:20000] for parts in zip(*scores, strict=True))
         fitted = Calibration.fit(best_scores, best_ranks)
         return Quality(
-            float(torch.stack(losses).mean()), _table(torch.cat(ranks[1])), _table(torch.cat(ranks[0])), fitted
+            float(torch.stack(losses).mean()), shares(torch.cat(ranks[1])), shares(torch.cat(ranks[0])), fitted
         )
 
     @torch.no_grad()
@@ -269,15 +248,6 @@ class Trainer:
                 for name, value in own.items():
                     value.copy_(weights[name])
         self.seconds = seconds
-
-
-def _table(ranks: Tensor) -> tuple[tuple[float, ...], ...]:
-    """ranks (M, D), -1 where nothing was asked -> by level, the share that is among the best 1, 2, 4, 8."""
-    rows = []
-    for level in ranks.T:
-        asked = level[level >= 0]
-        rows.append(tuple(round((asked < best).float().mean().item(), 4) for best in BEST))
-    return tuple(rows)
 
 
 def train(trainer: Trainer, draw: Draw, held_out: Samples, out: Path) -> Quality:
@@ -367,8 +337,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--held-out", type=int, default=64, help="texts of the samples that are kept for measuring")
     parser.add_argument("--keep-features", action="store_true", help="store the target's features beside the samples")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
-    for name in ("pause", "measure_every"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name), help="seconds")
+    parser.add_argument("--measure-every", type=float, default=defaults.measure_every, help="seconds")
     for name in ("accumulate", "depth", "layers", "ffn", "kv_heads", "markov_dim", "roots", "measured"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
     return parser

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from underdraw.errors import UnderdrawError
 from underdraw.training.checkpoint import save_state
+from underdraw.training.command import Options
 from underdraw.training.devices import Devices
 
 log = logging.getLogger(__name__)
@@ -28,20 +29,9 @@ class Trainer(Protocol):
     def state(self) -> dict[str, Any]: ...
 
 
-class Times(Protocol):
-    """Options that all trainings have: seconds in all, at which to pause, and between two reports."""
-
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def pause(self) -> float: ...
-    @property
-    def report_every(self) -> float: ...
-
-
 def spend(
     trainer: Trainer,
-    times: Times,
+    options: Options,
     out: Path,
     step: Callable[[float], Mapping[str, Tensor]],
     show: Callable[[], Mapping[str, str]],
@@ -57,19 +47,19 @@ def spend(
     end, whatever ends it.
     """
     devices = devices or Devices(alone=True)
-    end = min(times.seconds, times.pause)
+    end = min(options.seconds, options.pause)
     if trainer.seconds >= end:
         return
-    _values(step(trainer.seconds / times.seconds))  # compiles, so it is not on the clock
+    _values(step(trainer.seconds / options.seconds))  # compiles, so it is not on the clock
     began, counted = time.perf_counter() - trainer.seconds, trainer.steps
     reported = shown = trainer.seconds
     bar = tqdm(total=round(end), initial=round(trainer.seconds), unit="s", disable=None if devices.main else True)
     said: dict[str, str] = {}
     try:
         while not devices.agreed(trainer.seconds >= end):
-            losses = step(trainer.seconds / times.seconds)
+            losses = step(trainer.seconds / options.seconds)
             trainer.seconds = time.perf_counter() - began
-            if trainer.seconds - reported >= times.report_every:
+            if trainer.seconds - reported >= options.report_every:
                 values = _values(losses)
                 trainer.seconds = time.perf_counter() - began
                 speed = (trainer.steps - counted) * batch / (trainer.seconds - reported)

@@ -287,7 +287,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=Path, help="text file, one prompt a line, for the contact sheets")
     parser.add_argument("--save-every", type=float, default=defaults.save_every, help="seconds")
     parser.add_argument("--decay", type=float, default=defaults.decay, help="last share, in which the rate falls")
-    parser.add_argument("--pause", type=float, default=defaults.pause, help="stop at so many seconds, to go on later")
     parser.add_argument("--smoke", action="store_true", help="a small model on a small part of the pack")
     return parser
 

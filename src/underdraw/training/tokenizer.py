@@ -302,7 +302,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--encoder-padding", choices=("zeros", "replicate"), default="replicate")
     parser.add_argument("--steady-weight", type=float, default=defaults.steady_weight)
     parser.add_argument("--evaluate-every", type=float, default=defaults.evaluate_every, help="seconds; also saves")
-    parser.add_argument("--pause", type=float, default=defaults.pause, help="stop at so many seconds, to go on later")
     parser.add_argument("--smoke", action="store_true", help="a small model on a small part of the pack")
     return parser
 

@@ -26,14 +26,14 @@ def commands(pack: Path, drafter: str, pictures: Path, batch: int) -> dict[str, 
     given = ["--pack", str(pack)]
     drawn = ["-o", str(pictures), "--seed", "0", "--batch", str(batch), "--force"]
     return {
-        "prompts": ["underdraw.evaluation.combinations", *given, "--prompts", PROMPTS],
+        "prompts": ["recipes.tiny.combinations", *given, "--prompts", PROMPTS],
         "sheet": ["underdraw", "generate", *common, *drawn, "--sheet", "docs/images/tiny-sheet.jpg"],
         "statistics": ["underdraw", "evaluate", "statistics", *common, *given, "--out", f"{RESULTS}/statistics.json"],
         "subjects": [
             "underdraw", "evaluate", "subjects", *given, *parts, "--batch", str(batch),
             "--out", f"{RESULTS}/subjects.json", "--sheet", str(pictures / "subjects.png"),
         ],
-        "targets": ["underdraw.evaluation.targets", *common, "--out", "benchmarks/results/targets/cpu"],
+        "targets": ["recipes.tiny.targets", *common, "--out", "benchmarks/results/targets/cpu"],
         "figures": ["underdraw", "plot", "benchmarks/results/targets/cpu"],
         **{page: ["underdraw", "plot", "--page", page] for page in PAGES},
     }  # fmt: skip

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 from underdraw.models import chameleon, emu3, janus, llamagen
-from underdraw.models.images import CHAMELEON, JANUS, LLAMAGEN, Naming
-from underdraw.models.weights import HF_DECODER, Slot, decoder_slots, module_slots
+from underdraw.models.vqgan_checkpoint import CHAMELEON, JANUS, LLAMAGEN, Naming
+from underdraw.models.weight_map import HF_DECODER, WeightSlot, decoder_slots, module_slots
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch, Transformer
-from underdraw.nn.vqgan import VQGAN, VQArch
-from underdraw.nn.vqvideo import VideoVQ
+from underdraw.tokenizers.movq import VideoVQ
+from underdraw.tokenizers.vqgan import VQGAN, VQArch
 
 ROOT = Path(__file__).resolve().parent.parent
 Shapes = dict[str, tuple[int, ...]]
@@ -95,7 +95,7 @@ TINY = {
 }
 
 
-def shapes_of(slots: Mapping[str, Slot]) -> Shapes:
+def shapes_of(slots: Mapping[str, WeightSlot]) -> Shapes:
     return {name: tuple(slot.into.shape) for name, slot in slots.items() if slot.into.ndim}
 
 

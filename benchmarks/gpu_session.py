@@ -56,15 +56,15 @@ def checks() -> None:
     import torch
     import toy
 
-    from underdraw.engine.graphs import CudaGraph, Direct, Graphs
+    from underdraw.engine.cuda_graphs import CudaGraphPass, EagerPass, GraphCache
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    of, record = toy.target(device=device), CudaGraph if device == "cuda" else Direct
+    of, record = toy.target(device=device), CudaGraphPass if device == "cuda" else EagerPass
     for name in captured.DRAFTERS:
         for batch, seeds in captured.BATCHES.items():
             for layout, own in captured.LAYOUTS.items():
                 for policy in captured.POLICIES:
-                    graphs = Graphs(record=record, quantum=64)
+                    graphs = GraphCache(record=record, quantum=64)
                     captured.check(of, graphs, name, policy, layout=own, seeds=seeds, guidance=2.0)
                 print(f"{name}, {batch}, {layout}: equal", flush=True)
 
@@ -76,15 +76,15 @@ def engine(name: str, model: str, out: Path, kind: str) -> None:
     """
     import torch
 
-    from underdraw.evaluation.engine import Settings, measure
-    from underdraw.evaluation.performance import rows
-    from underdraw.evaluation.replay import Trace
-    from underdraw.loading import placement
+    from underdraw.bench.engine import EngineBenchConfig, measure
+    from underdraw.bench.performance import rows
+    from underdraw.bench.replay import Trace
+    from underdraw.models.loading import placement
 
     place, full = placement("auto", "auto"), kind == "full"
     cuda = place.device.type == "cuda"
     levels: Any = ("eagle", "block") if full else ()
-    settings = Settings(
+    settings = EngineBenchConfig(
         model, place, compile="on" if cuda else "off", passes=40 if cuda else 2, pictures=3 if cuda else 1,
         sizes=(1, 8, 16, 32, 64, 128) if full else (1, 64), drafters=levels, tuned=kind == "tuned",
         kernel="auto" if full or not cuda else "split",
@@ -108,12 +108,12 @@ def engine(name: str, model: str, out: Path, kind: str) -> None:
 def agree(out: Path, tiny: bool) -> None:
     """Plain and tree passes of the embedded model in bfloat16, as far as the device has it."""
     from underdraw import Pipeline
-    from underdraw.engine.graphs import Direct, Graphs, graphs_for
-    from underdraw.evaluation.agreement import agreement
-    from underdraw.evaluation.machine import about
+    from underdraw.bench.agreement import agreement
+    from underdraw.bench.environment import about
+    from underdraw.engine.cuda_graphs import EagerPass, GraphCache, make_graph_cache
 
     pipe = Pipeline.from_pretrained("tiny", drafter="jacobi", dtype="bfloat16")
-    graphs = graphs_for(pipe.device, "auto") or Graphs(record=Direct)
+    graphs = make_graph_cache(pipe.device, "auto") or GraphCache(record=EagerPass)
     count = 1 if tiny else 20
     texts = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
     job = pipe.job(texts)

@@ -15,8 +15,7 @@ import argparse
 import torch
 import torch.nn.functional as F
 
-from underdraw.nn.linear import linear
-from underdraw.nn.rounding import block, fewest, multiple
+from underdraw.nn.row_invariant import block, fewest, linear, multiple
 
 SHAPES = ((512, 1024), (512, 512), (512, 2816), (704, 512), (512, 4096))
 LENGTHS = (128, 192, 256, 384, 448, 512, 640)

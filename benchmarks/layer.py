@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from underdraw.engine.graphs import CudaGraph, compiled_regions
-from underdraw.evaluation.engine import device_ms
-from underdraw.loading import placement
-from underdraw.models.random import random_target, shape
-from underdraw.nn import slim
-from underdraw.nn.attention import Visible, attend
-from underdraw.nn.regions import PLAIN, Regions
-from underdraw.nn.split import attend_split
-from underdraw.nn.transformer import Block, Transformer
+from underdraw.bench.engine import device_ms
+from underdraw.engine.cuda_graphs import CudaGraphPass, compiled_regions
+from underdraw.kernels import fused_layer as slim
+from underdraw.kernels.tree_attention import tree_attention
+from underdraw.models.loading import placement
+from underdraw.models.random_weights import random_target, shape
+from underdraw.nn.attention import AttentionMask, attend
+from underdraw.nn.layer_functions import PLAIN, LayerFunctions
+from underdraw.nn.transformer import DecoderLayer, Transformer
 
 CAPACITY = 1088  # slots of a cache
 PLACES = ((1, 300), (1, 600), (1, 1000), (64, 600))  # nodes, and slots that they look at
@@ -38,7 +38,7 @@ class Layers:
 
     def __init__(self, net: Transformer, cuda: bool) -> None:
         self.net, self.arch, self.cuda = net, net.arch, cuda
-        self.blocks: list[Block] = list(net.blocks)  # type: ignore[arg-type]
+        self.blocks: list[DecoderLayer] = list(net.blocks)  # type: ignore[arg-type]
 
     def normal(self, *sizes: int) -> Tensor:
         return torch.randn(sizes, device=self.net.head.weight.device, dtype=self.net.head.weight.dtype)
@@ -48,7 +48,7 @@ class Layers:
         if self.cuda:
             for _ in range(2):
                 work()
-            graph = CudaGraph(work)
+            graph = CudaGraphPass(work)
             work = lambda: graph.replay() or graph.out  # noqa: E731
         return round(1000 * device_ms(work, repeats=7 if self.cuda else 1) / count, 2)
 
@@ -57,7 +57,7 @@ class Layers:
         arch, blocks = self.arch, self.blocks
         x, inner, attended = (self.normal(1, 2, n) for n in (arch.dim, arch.ffn, arch.heads * arch.width))
         scaled = slim.Scaled(x, torch.ones(128, 16, device=x.device), 1e-5)
-        ours: dict[str, Callable[[Block], Tensor]] = {
+        ours: dict[str, Callable[[DecoderLayer], Tensor]] = {
             "qkv": lambda b: slim.product(scaled, b.qkv.weight)[0],
             "out": lambda b: slim.product(attended, b.out.weight, residual=x, norm=b.ffn_norm)[0],
             "gate_up": lambda b: slim.product(scaled, b.gate_up.weight, gated=True)[0],
@@ -77,7 +77,7 @@ class Layers:
             for name in ours
         }
 
-    def layer(self, regions: Regions, count: int) -> float:
+    def layer(self, regions: LayerFunctions, count: int) -> float:
         """A layer without its attention, over two rows of so many nodes."""
         arch = self.arch
         x, attended = self.normal(2, count, arch.dim), self.normal(2, count, arch.heads * arch.width)
@@ -105,8 +105,8 @@ class Layers:
         bias[..., committed + count :] = -torch.inf
         ancestors, pairs = ancestors.to(device), list(zip(keys, values, strict=True))
         ways: dict[str, Callable[[], Tensor]] = {
-            "torch": lambda: [attend(q, k[:, :, :length], v[:, :, :length], Visible(bias)) for k, v in pairs][-1],
-            "split": lambda: [attend_split(q, k, v, known, ancestors) for k, v in pairs][-1],
+            "torch": lambda: [attend(q, k[:, :, :length], v[:, :, :length], AttentionMask(bias)) for k, v in pairs][-1],
+            "split": lambda: [tree_attention(q, k, v, known, ancestors) for k, v in pairs][-1],
         }
         return {name: self.us(work, len(pairs)) for name, work in ways.items()}
 

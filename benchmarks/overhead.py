@@ -25,14 +25,14 @@ from underdraw.calibration import Calibration
 from underdraw.engine.decode import decode
 from underdraw.history import History
 from underdraw.layout import Layout
+from underdraw.nn.kv_cache import KVCache
 from underdraw.nn.rope import Rope
-from underdraw.nn.stream import Stream
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
-from underdraw.protocols import Opening, Outcome, Output, Prompt, Request
+from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, TargetOutput, VerifiedStep
 from underdraw.sampling import Sampler
-from underdraw.tree import DraftTree, Level, grow
+from underdraw.tree import DraftTree, Frontier, grow_tree
 from underdraw.verifiers.exact import Exact
 
 
@@ -58,7 +58,7 @@ class Tables:
         self.draft_logits = self.target_logits + torch.randn(rows, nodes, codes, generator=generator) * 0.7
         self.features = torch.zeros(rows, nodes, 8)
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, *unused: Opening, guidance: float) -> TableSession:
+    def open(self, prompts: Sequence[Prompt], layout: Layout, *unused: PrefillOutput, guidance: float) -> TableSession:
         return TableSession(self)
 
 
@@ -67,18 +67,18 @@ class TableSession:
         self.tables = tables
         logits = tables.target_logits[:, :1]
         ones = torch.ones(logits.shape[0], dtype=torch.int64)
-        self.first = Opening(logits, tables.features[:, :1], ones[:, None], ones, (1,) * len(ones))
+        self.prefill = PrefillOutput(logits, tables.features[:, :1], ones[:, None], ones, (1,) * len(ones))
 
-    def run(self, tree: DraftTree, steps: Tensor) -> Output:
-        return Output(self.tables.target_logits[:, : tree.size], self.tables.features[:, : tree.size])
+    def forward(self, tree: DraftTree, steps: Tensor) -> TargetOutput:
+        return TargetOutput(self.tables.target_logits[:, : tree.size], self.tables.features[:, : tree.size])
 
-    def draft(self, request: Request) -> DraftTree:
-        def expand(level: Level) -> Tensor:
+    def draft(self, request: DraftRequest) -> DraftTree:
+        def expand(level: Frontier) -> Tensor:
             return self.tables.draft_logits[:, : level.tokens.shape[1]]
 
-        return grow(expand, request.root, request.plan, request.draws, calibration=Calibration())
+        return grow_tree(expand, request.root, request.plan, request.noise_window, calibration=Calibration())
 
-    def commit(self, outcome: Outcome) -> None:
+    def commit(self, verified: VerifiedStep) -> None:
         pass
 
 
@@ -98,24 +98,24 @@ def measure(nodes: int, codes: int, depth: int, width: int, repeats: int) -> dic
     sampler, tables = Sampler(layout, [1]), Tables(codes, nodes)
     session, steps, root = TableSession(tables), torch.tensor([100]), torch.tensor([3])
     plan = TreePlan(depth, width, width, nodes)
-    draws = sampler.draws(steps, depth + 1)
-    request = Request(root, steps, plan, draws)
+    noise_window = sampler.noise_window(steps, depth + 1)
+    request = DraftRequest(root, steps, plan, noise_window)
     tree = session.draft(request)
-    output = session.run(tree, steps)
-    verdict = Exact().verify(tree, output.logits, draws)
+    output = session.forward(tree, steps)
+    accepted_path = Exact().verify(tree, output.logits, noise_window)
     history, policy = History(layout), Adjacency()
-    stream = Stream(Transformer(Arch(512, 10, 8, 1408, 16, Rope.one_axis(64), outputs=range(16))), 2, 1280)
-    path = verdict.path[:, : int(verdict.length) + 1].repeat(2, 1)
-    counts = (verdict.length + 1).repeat(2)
+    cache = KVCache(Transformer(Arch(512, 10, 8, 1408, 16, Rope.one_axis(64), outputs=range(16))), 2, 1280)
+    path = accepted_path.path[:, : int(accepted_path.length) + 1].repeat(2, 1)
+    counts = (accepted_path.length + 1).repeat(2)
 
     def commit() -> None:
-        stream.keep(path, counts * 0, (0, 0))
+        cache.compact(path, counts * 0, (0, 0))
 
     parts = {
         "plan": median_ms(lambda: policy.plan(history, 100), repeats),
-        "noise": median_ms(lambda: sampler.draws(steps, depth + 1), repeats),
+        "noise": median_ms(lambda: sampler.noise_window(steps, depth + 1), repeats),
         "grow": median_ms(lambda: session.draft(request), repeats),
-        "verify": median_ms(lambda: Exact().verify(tree, output.logits, draws), repeats),
+        "verify": median_ms(lambda: Exact().verify(tree, output.logits, noise_window), repeats),
         "commit": median_ms(commit, repeats),
     }
     fixed = Fixed(nodes, depth, width)

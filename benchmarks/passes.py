@@ -12,8 +12,8 @@ import time
 
 import torch
 
-from underdraw.loading import load_model, placement
 from underdraw.models.checkpoint import open_checkpoint
+from underdraw.models.loading import load_model, placement
 from underdraw.tree import chain
 
 NODES = (1, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -34,16 +34,16 @@ def main() -> None:
     steps = torch.arange(layout.start, half).expand(rows, -1)
     drawn = torch.randint(layout.codes.start, layout.codes.stop, (1, steps.shape[1])).expand(rows, -1)
     counts = [steps.shape[1]] * rows
-    session.stream.extend(target.net.embed(drawn), session.raster(steps), torch.tensor(counts), counts)
+    session.cache.append(target.net.embed(drawn), session.raster(steps), torch.tensor(counts), counts)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {model.placement.dtype}, {rows} rows")
     for count in given.nodes:
         tree = chain(torch.randint(layout.codes.start, layout.codes.stop, (1, count)))
         seconds = []
         for _ in range(given.times):
             began = time.perf_counter()
-            session.run(tree, torch.tensor([half]))
+            session.forward(tree, torch.tensor([half]))
             seconds.append(time.perf_counter() - began)
-            session.stream.forget()
+            session.cache.drop_nodes()
         print(
             f"{count:3d} nodes  {1000 * min(seconds):6.1f} ms least  {1000 * statistics.median(seconds):6.1f} ms median"
         )

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from underdraw.calibration import Calibration
-from underdraw.drafters.model import Model, ModelSession
+from underdraw.drafters.small_model import SmallModel, SmallModelSession
 from underdraw.engine.decode import decode
 from underdraw.history import History
 from underdraw.layout import Layout
-from underdraw.nn.linear import input_major
 from underdraw.nn.rope import Rope
-from underdraw.nn.session import DecoderTarget, guided
+from underdraw.nn.row_invariant import input_major
+from underdraw.nn.target import DecoderTarget, apply_guidance
 from underdraw.nn.transformer import Arch, Transformer
-from underdraw.protocols import Opening, Prompt
+from underdraw.protocols import PrefillOutput, Prompt
 from underdraw.registry import policies, verifiers
 from underdraw.sampling import Sampler, best, gumbel
 
@@ -36,14 +36,16 @@ LAYOUT = Layout(16, 16, range(8, 8 + CODES))
 
 
 @dataclass(frozen=True)
-class Blurred(Model):
+class Blurred(SmallModel):
     """The target itself, with an error on its logits."""
 
     error: Tensor | None = None  # (K, D)
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> ModelSession:
-        session = ModelSession(self, prompts, layout, guidance)
-        session.logits = lambda features: guided(self.blurred(features), guidance)  # type: ignore[method-assign]
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+    ) -> SmallModelSession:
+        session = SmallModelSession(self, prompts, layout, guidance)
+        session.logits = lambda features: apply_guidance(self.blurred(features), guidance)  # type: ignore[method-assign]
         return session
 
     def blurred(self, features: Tensor) -> Tensor:
@@ -67,7 +69,7 @@ def build(seed: int = 0) -> tuple[DecoderTarget, Blurred]:
 
 
 def run(
-    target: DecoderTarget, drafter: Model, tree: str, verifier: str, proposal: str, images: int, seed: int = 0
+    target: DecoderTarget, drafter: SmallModel, tree: str, verifier: str, proposal: str, images: int, seed: int = 0
 ) -> list[History]:
     prompts = [Prompt((0, 1 + i % 7)) for i in range(images)]
     sampler = Sampler(LAYOUT, [seed + i for i in range(images)])
@@ -87,9 +89,9 @@ def fit(
     tokens = torch.stack([torch.from_numpy(h.tokens) for h in histories])  # (B, steps)
     session = target.open([Prompt((0, 1 + i % 7)) for i in range(images)], LAYOUT, guidance=1.0)
     steps = torch.arange(tokens.shape[1]).expand_as(tokens)
-    x, factors = target.net.embed(tokens), session.raster(steps)
+    x, cos_sin = target.net.embed(tokens), session.raster(steps)
     count = tokens.shape[1]
-    features = session.stream.extend(x, factors, torch.full((images,), count), [count] * images)[:, :-1].flatten(0, 1)
+    features = session.cache.append(x, cos_sin, torch.full((images,), count), [count] * images)[:, :-1].flatten(0, 1)
     p, q = target.net.logits(features), drafter.blurred(features)  # (M, K)
     noise = gumbel(torch.arange(10_000, 10_000 + images), steps[:, 1:], CODES).flatten(0, 1)
     scores, columns = best(q.log_softmax(-1) + noise, branch)
@@ -125,7 +127,7 @@ def table(images: int) -> tuple[dict[str, float], list[dict[str, object]]]:
     out: list[dict[str, object]] = []
     for name, tree, used, verifier, proposal in rows:
         histories = run(target, used, tree, verifier, proposal, images)
-        tokens = sum(int((h.tree >= 0).sum()) for h in histories)
+        tokens = sum(int((h.pass_index >= 0).sum()) for h in histories)
         out.append({"proposal": name, "tree": tree, "tokens_per_pass": tokens / sum(h.passes for h in histories)})
     return facts, out
 

@@ -1,6 +1,6 @@
 """A model of your own in the pipeline: `python examples/custom_family.py` draws a random mosaic into mosaic.png.
 
-A family turns a checkpoint into a `Model`: a decoder, a layout, a way from words to tokens, and an image tokenizer. Put
+A family turns a checkpoint into a `LoadedModel`: a decoder, a layout, a way from words to tokens, and an image tokenizer. Put
 it under the entry point group `underdraw.family` of your package, and `--model FOLDER` finds it.
 """
 
@@ -8,10 +8,10 @@ import torch
 
 from underdraw import Pipeline
 from underdraw.layout import Layout
-from underdraw.models.family import Model, Settings, Size
-from underdraw.nn.linear import input_major
+from underdraw.models.family import ImageSize, LoadedModel, SamplingDefaults
 from underdraw.nn.rope import Rope
-from underdraw.nn.session import DecoderTarget
+from underdraw.nn.row_invariant import input_major
+from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import Prompt
 
@@ -31,8 +31,8 @@ class Palette:
 torch.manual_seed(0)
 net = Transformer(Arch(64, 2, 4, 128, CODES.stop, Rope.one_axis(16), outputs=CODES)).eval()
 input_major(net)
-model = Model(
-    "mosaic", "mine", DecoderTarget(net), Palette(), Settings(guidance=1.0), (Size(64, 64),),
+model = LoadedModel(
+    "mosaic", "mine", DecoderTarget(net), Palette(), SamplingDefaults(guidance=1.0), (ImageSize(64, 64),),
     layout=lambda size: Layout(8, 8, CODES), prompt=lambda words, negative, size: Prompt(tuple(words.encode())),
 )  # fmt: skip
 out = Pipeline(model, drafter="jacobi", tree="chain:depth=4")("a red fox", seed=7)

@@ -20,7 +20,7 @@ class AsBefore:
     width: int = 2
 
     def plan(self, history: History, step: int) -> TreePlan:
-        before = history.at(step)  # the tree that produced the root
+        before = history.tree_at(step)  # the tree that produced the root
         depth = min(self.most, 1 + (before.accepted if before else 0))
         return TreePlan(depth, self.width, branch=2, nodes=1 + 2 * depth)
 

@@ -7,11 +7,11 @@ import numpy as np
 from underdraw import Pipeline
 
 pipe = Pipeline.from_pretrained(sys.argv[1] if len(sys.argv) > 1 else "tiny")
-out = pipe("a red fox on a blue background", seed=7, laws="keep")  # keep: entropy and top-1 probability too
+out = pipe("a red fox on a blue background", seed=7, token_stats="keep")  # keep: entropy and top-1 probability too
 out.heatmap().save("heatmap.png")
 
 history = out.history  # one number per cell and column: accepted, depth, width, nodes, rank, entropy, top1
-entropy, accepted = history.map("entropy"), history.map("accepted")
+entropy, accepted = history.grid("entropy"), history.grid("accepted")
 row = int(np.nanargmax(entropy.mean(axis=1)))
 print(f"the model is least sure in row {row}: {entropy[row].mean():.2f} nats on average")
 print(f"codes kept there: {accepted[row].mean():.2f}, in the whole picture: {accepted.mean():.2f}")

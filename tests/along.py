@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from underdraw.layout import Layout
-from underdraw.loading import load_model
 from underdraw.models.checkpoint import open_checkpoint
-from underdraw.models.family import Model, Placement
+from underdraw.models.family import LoadedModel, Placement
+from underdraw.models.loading import load_model
 from underdraw.protocols import Prompt
 from underdraw.tree import chain
 
@@ -25,15 +25,15 @@ class Case:
 
     path: Path
     source: Any  # a state dict, or transformers' model
-    model: Model
+    model: LoadedModel
 
 
-def load(path: Path) -> Model:
+def load(path: Path) -> LoadedModel:
     return load_model(open_checkpoint(path), CPU)
 
 
-def logits_along(model: Model, prompt: Prompt, layout: Layout, tokens: Tensor, guidance: float = 1.0) -> Tensor:
+def logits_along(model: LoadedModel, prompt: Prompt, layout: Layout, tokens: Tensor, guidance: float = 1.0) -> Tensor:
     """Logits of the first cell and of the token after each of `tokens` (N,), which start there: (N + 1, K)."""
     session = model.target.open([prompt], layout, guidance=guidance)
-    output = session.run(chain(tokens[None]), torch.tensor([layout.start]))
-    return torch.cat([session.first.logits[0], output.logits[0]])
+    output = session.forward(chain(tokens[None]), torch.tensor([layout.start]))
+    return torch.cat([session.prefill.logits[0], output.logits[0]])

@@ -9,10 +9,10 @@ import toy
 
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.drafters.model import Model
 from underdraw.drafters.neighbour import Neighbour
-from underdraw.engine.graphs import Captured, Graphs
-from underdraw.nn.session import DecoderTarget
+from underdraw.drafters.small_model import SmallModel
+from underdraw.engine.cuda_graphs import GraphCache, GraphRunner
+from underdraw.nn.target import DecoderTarget
 from underdraw.registry import policies
 
 DRAFTERS = ("forced", "eagle", "eagle-above", "block", "model", "jacobi", "neighbour")
@@ -39,18 +39,18 @@ def drafter(name: str, of: DecoderTarget) -> Any:
         "eagle": lambda: toy.eagle(of),
         "eagle-above": lambda: toy.eagle(of, above=True, layers=2),
         "block": lambda: toy.block(of),
-        "model": lambda: Model(of),
+        "model": lambda: SmallModel(of),
         "jacobi": lambda: Jacobi(),
         "neighbour": lambda: Neighbour(),
     }[name]()
 
 
-def captured(graphs: Graphs) -> int:
+def captured(graphs: GraphCache) -> int:
     """How many kinds of passes were captured."""
     return sum(run is not None for passes in graphs.kept.values() for run in passes.runs.values())
 
 
-def check(of: DecoderTarget, graphs: Graphs, name: str, policy: str, **settings: Any) -> None:
+def check(of: DecoderTarget, graphs: GraphCache, name: str, policy: str, **settings: Any) -> None:
     """Two pictures in turn, the second one in the buffers of the first: the tokens of plain decoding."""
     own, tree = drafter(name, of), policies.build(policy)
     for shift in (0, 100):
@@ -62,11 +62,11 @@ def check(of: DecoderTarget, graphs: Graphs, name: str, policy: str, **settings:
     assert captured(graphs) >= 1
 
 
-def buffers(graphs: Graphs) -> list[int]:
+def buffers(graphs: GraphCache) -> list[int]:
     """Where the state of every kept decode lies."""
     found = []
     for passes in graphs.kept.values():
-        assert isinstance(passes, Captured)
-        stream = passes.target.stream
-        found += [t.data_ptr() for t in (passes.steps, passes.root, stream.keys, stream.values, stream.length)]
+        assert isinstance(passes, GraphRunner)
+        cache = passes.target.cache
+        found += [t.data_ptr() for t in (passes.steps, passes.root, cache.keys, cache.values, cache.length)]
     return found

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from underdraw.nn import regions, slim
-from underdraw.nn.rope import Rope, turned
-from underdraw.nn.transformer import Arch, Block, RMSNorm, Transformer
+from underdraw.kernels import fused_layer as slim
+from underdraw.nn import layer_functions as regions
+from underdraw.nn.rope import Rope, split_cos_sin
+from underdraw.nn.transformer import Arch, DecoderLayer, RMSNorm, Transformer
 
 ARCHES: tuple[dict[str, Any], ...] = (
     {"qk_norm": "layer", "qk_norm_heads": "per_head"},
@@ -20,10 +21,10 @@ ARCHES: tuple[dict[str, Any], ...] = (
 )
 
 
-SHAPES: tuple[slim.Shape, ...] = ((32, 128, 4, 3, 1), (16, 64, 4, 2, 4), (32, 64, 4, 2, 2))
+SHAPES: tuple[slim.TileConfig, ...] = ((32, 128, 4, 3, 1), (16, 64, 4, 2, 4), (32, 64, 4, 2, 2))
 
 
-def products(shape: slim.Shape, rows: int, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
+def products(shape: slim.TileConfig, rows: int, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
     """A product onto a residual, which the next one norms, and that one gated; 40 outputs of 300 inputs."""
     generator = torch.Generator().manual_seed(rows)
 
@@ -60,13 +61,13 @@ def check(
     rows, groups = 2, net.arch.groups
     x, attended = normal(rows, count, 64), normal(rows, count, 4 * width)
     rotation = rope.prompt(9, device)[torch.randint(9, (rows, count), generator=generator)]
-    turn = turned(rope.factors(rotation, dtype))
+    turn = split_cos_sin(rope.cos_sin(rotation, dtype))
     slots = torch.randperm(rows * groups * 40, generator=generator)[: rows * count * groups].view(rows, count, -1)
     slots = slots.to(device)
     first, second = net.blocks
     assert isinstance(net.norm, RMSNorm)
     answers = []
-    placing = slim.placing(Block.heads, regions.joined)
+    placing = slim.placing(DecoderLayer.heads, regions.joined)
     few = (slim.REGIONS,) if net.arch.norm != "post" else ()  # see `slim.fits`
     for way in (regions.PLAIN, placing, *few):
         caches = [torch.zeros(rows * groups * 40, width, device=device, dtype=dtype) for _ in range(4)]

@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 import toy
 
+from recipes.tiny.train_decoder import about
 from underdraw.drafters.eagle import Eagle
-from underdraw.drafters.storage import SHARED, build, save_drafter
+from underdraw.drafters.loading import SHARED, build, save_drafter
 from underdraw.layout import Layout
 from underdraw.models.tiny import tiny_arch
-from underdraw.nn.session import DecoderTarget
-from underdraw.nn.storage import save_weights
-from underdraw.nn.text import TextTokenizer
+from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Transformer
-from underdraw.nn.vq import TokenizerArch, VQTokenizer, save_tokenizer
-from underdraw.training.model import about
+from underdraw.nn.weights import save_weights
+from underdraw.tokenizers.fsq import TokenizerArch, VQTokenizer, save_tokenizer
+from underdraw.tokenizers.text import TextTokenizer
 
 IMAGES = TokenizerArch(
     levels=(8, 8, 4), encoder_widths=(16, 16), encoder_blocks=(0, 1), decoder_widths=(16, 16), decoder_blocks=(1, 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from underdraw.training.data import Pack, Picture, write_pack
+from recipes.tiny.data import Pack, Picture, write_pack
 
 PX = 64
 STYLES = ("fluent-3d", "noto", "twemoji")

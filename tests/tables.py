@@ -15,22 +15,22 @@ from torch import Tensor
 from underdraw.engine.decode import decode
 from underdraw.history import History
 from underdraw.layout import Layout
-from underdraw.protocols import Opening, Outcome, Output, Prompt, Request
+from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, TargetOutput, VerifiedStep
 from underdraw.sampling import Sampler
-from underdraw.tree import DraftTree, Level, grow
+from underdraw.tree import DraftTree, Frontier, grow_tree
 
 
 def tables(layout: Layout, seed: int, spread: float = 1.2, error: float = 1.0) -> tuple[Tensor, Tensor]:
     """Logits (steps, columns, codes) of a target and of a drafter that errs: by step, then by the token before it."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (layout.steps, layout.columns, len(layout.codes))
+    shape = (layout.steps, layout.vocab_size, len(layout.codes))
     target = torch.randn(shape, generator=generator) * spread
     return target, target + torch.randn(shape, generator=generator) * error
 
 
 def look_up(table: Tensor, layout: Layout, tokens: Tensor, steps: Tensor) -> Tensor:
     """Logits (B, N, codes) of what follows tokens (B, N) that stand at steps (B, N)."""
-    return table[(steps + 1).clamp(0, table.shape[0] - 1), layout.columns_of(tokens)]
+    return table[(steps + 1).clamp(0, table.shape[0] - 1), layout.vocab_indices(tokens)]
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class TableTargetSession:
         self.table, self.layout = table, layout
         logits = table[layout.start, 0].expand(batch, 1, -1)
         ones = torch.ones(batch, dtype=torch.int64)
-        self.first = Opening(logits, torch.zeros(batch, 1, 1), -ones[:, None], ones, (1,) * batch)
+        self.prefill = PrefillOutput(logits, torch.zeros(batch, 1, 1), -ones[:, None], ones, (1,) * batch)
 
-    def run(self, tree: DraftTree, steps: Tensor) -> Output:
+    def forward(self, tree: DraftTree, steps: Tensor) -> TargetOutput:
         logits = look_up(self.table, self.layout, tree.tokens, steps[:, None] + tree.depths)
-        return Output(logits, torch.zeros(*tree.tokens.shape, 1))
+        return TargetOutput(logits, torch.zeros(*tree.tokens.shape, 1))
 
-    def commit(self, outcome: Outcome) -> None:
+    def commit(self, verified: VerifiedStep) -> None:
         pass
 
 
@@ -61,10 +61,10 @@ class TableDrafter:
     """`seen` keeps every (request, tree) for tests to look at."""
 
     table: Tensor
-    seen: list[tuple[Request, DraftTree]] = field(default_factory=list)
+    seen: list[tuple[DraftRequest, DraftTree]] = field(default_factory=list)
 
     def open(
-        self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
     ) -> TableDrafterSession:
         return TableDrafterSession(self, layout)
 
@@ -74,16 +74,18 @@ class TableDrafterSession:
     drafter: TableDrafter
     layout: Layout
 
-    def draft(self, request: Request) -> DraftTree:
-        def expand(level: Level) -> Tensor:
+    def draft(self, request: DraftRequest) -> DraftTree:
+        def expand(level: Frontier) -> Tensor:
             steps = (request.steps + level.depth)[:, None].expand(level.tokens.shape)
             return look_up(self.drafter.table, self.layout, level.tokens, steps)
 
-        tree = grow(expand, request.root, request.plan, request.draws, proposal=request.proposal, limits=request.limits)
+        tree = grow_tree(
+            expand, request.root, request.plan, request.noise_window, proposal=request.proposal, limits=request.limits
+        )
         self.drafter.seen.append((request, tree))
         return tree
 
-    def commit(self, outcome: Outcome) -> None:
+    def commit(self, verified: VerifiedStep) -> None:
         pass
 
 
@@ -128,13 +130,13 @@ def law(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float =
 def joint(table: Tensor, layout: Layout, **settings: Any) -> np.ndarray:
     """The chance of every image of a table, by enumeration: an array with one axis per cell."""
     codes = len(layout.codes)
-    laws = np.array([[law(row, **settings) for row in step] for step in table])  # (steps, columns, K)
+    token_stats = np.array([[law(row, **settings) for row in step] for step in table])  # (steps, columns, K)
     cells = [layout.step(row, col) for row in range(layout.height) for col in range(layout.width)]
     chances = np.zeros((codes,) * layout.cells)
     for image in itertools.product(range(codes), repeat=layout.cells):
         chance = 1.0
         for index, (step, code) in enumerate(zip(cells, image, strict=True)):
             before = 0 if index == 0 else codes if cells[index - 1] != step - 1 else image[index - 1]
-            chance *= laws[step, before, code]
+            chance *= token_stats[step, before, code]
         chances[image] = chance
     return chances

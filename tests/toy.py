@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from underdraw.drafters.block import Block, BlockNet
+from underdraw.drafters.block import BlockDrafter, BlockNet
 from underdraw.drafters.eagle import Eagle, EagleNet
 from underdraw.drafters.forced import Forced
-from underdraw.drafters.model import Model
+from underdraw.drafters.small_model import SmallModel
+from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.decode import decode
-from underdraw.engine.graphs import Graphs
-from underdraw.history import History, Step
+from underdraw.history import History, StepResult
 from underdraw.layout import Layout
-from underdraw.nn.linear import arrange
 from underdraw.nn.rope import Rope
-from underdraw.nn.session import DecoderTarget
+from underdraw.nn.row_invariant import pack_weights
+from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.policies.fixed import NoTree
-from underdraw.protocols import Opening, Outcome, Prompt, Request
+from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, VerifiedStep
 from underdraw.sampling import Sampler
 from underdraw.tree import DraftTree
 from underdraw.verifiers.exact import Exact
@@ -58,7 +58,7 @@ def target(
     net = Transformer(architecture or arch()).eval()
     randomise(net, seed, head)
     net = net.to(device, dtype)
-    arrange(net)
+    pack_weights(net)
     return DecoderTarget(net)
 
 
@@ -69,21 +69,23 @@ def eagle(of: DecoderTarget, seed: int = 1, *, above: bool = False, layers: int 
     return Eagle(net.to(of.net.head.weight.device))
 
 
-def block(of: DecoderTarget, seed: int = 2) -> Block:
+def block(of: DecoderTarget, seed: int = 2) -> BlockDrafter:
     net = BlockNet(arch(layers=1), of.net.arch.dim, slots=4, markov_dim=16).eval()
     randomise(net, seed)
     net.body.head = of.net.head
-    return Block(net.to(of.net.head.weight.device))
+    return BlockDrafter(net.to(of.net.head.weight.device))
 
 
 @dataclass(frozen=True)
 class Adversary:
     """Drafts what the true model finds least likely."""
 
-    model: Model
+    model: SmallModel
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> AdversarySession:
-        session = self.model.open(prompts, layout, first, guidance=guidance)
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+    ) -> AdversarySession:
+        session = self.model.open(prompts, layout, prefill, guidance=guidance)
         return AdversarySession(session)
 
 
@@ -93,11 +95,11 @@ class AdversarySession:
         logits = inner.logits  # type: ignore[attr-defined]
         inner.logits = lambda features: -logits(features)  # type: ignore[attr-defined]
 
-    def draft(self, request: Request) -> DraftTree:
+    def draft(self, request: DraftRequest) -> DraftTree:
         return self.inner.draft(request)  # type: ignore[attr-defined, no-any-return]
 
-    def commit(self, outcome: Outcome) -> None:
-        self.inner.commit(outcome)  # type: ignore[attr-defined]
+    def commit(self, verified: VerifiedStep) -> None:
+        self.inner.commit(verified)  # type: ignore[attr-defined]
 
 
 def prompts(count: int, *, unconditional: bool = True) -> list[Prompt]:
@@ -121,9 +123,9 @@ def run(
     top_p: float = 1.0,
     first: int = 0,
     rows: Sequence[Prompt] | None = None,
-    laws: str = "skip",
-    graphs: Graphs | None = None,
-) -> tuple[Tensor, list[History], list[Step]]:
+    token_stats: str = "skip",
+    graphs: GraphCache | None = None,
+) -> tuple[Tensor, list[History], list[StepResult]]:
     """Tokens (B, steps), histories and steps of one decode; `first` is the prompt that seeds[0] goes with."""
     device = of.net.head.weight.device
     sampler = Sampler(layout, seeds, temperature=temperature, top_k=top_k, top_p=top_p, device=device)
@@ -139,7 +141,7 @@ def run(
             guidance=guidance,
             proposal=proposal,
             histories=histories,
-            laws=laws,  # type: ignore[arg-type]
+            token_stats=token_stats,  # type: ignore[arg-type]
             graphs=graphs,
         )
     )

@@ -8,8 +8,8 @@ __version__ = "0.1.0"
 __all__ = ["Pipeline", "PipelineOutput", "__version__"]
 
 if TYPE_CHECKING:
+    from underdraw.output import PipelineOutput
     from underdraw.pipeline import Pipeline
-    from underdraw.results import PipelineOutput
 
 
 def __getattr__(name: str) -> Any:
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 
         return Pipeline
     if name == "PipelineOutput":
-        from underdraw.results import PipelineOutput
+        from underdraw.output import PipelineOutput
 
         return PipelineOutput
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

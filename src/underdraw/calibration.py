@@ -7,18 +7,13 @@ score lies behind the best one, and its rank.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@functools.cache  # never forgotten, since captured passes read these tensors
-def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor that is made once, so that no step waits for a copy to the device."""
-    return torch.tensor(values, dtype=dtype, device=device)
+from underdraw.constants import constant
 
 
 @dataclass(frozen=True, slots=True)

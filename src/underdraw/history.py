@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class TokenStats:
     """How sure the target was of one token: what it drew from, after temperature and filters.
 
     At temperature 0 nothing is drawn; it is the law of temperature 1 then.
@@ -30,7 +30,7 @@ class Law:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepResult:
     """One target pass for one image of the batch. Callbacks, progress bars, servers and benchmarks all take this."""
 
     index: int  # which pass of this decode
@@ -41,11 +41,11 @@ class Step:
     tokens: tuple[int, ...]  # new tokens: the accepted ones and the target's own next one
     ranks: tuple[int, ...]  # of each accepted node among its siblings
     seconds: float  # the whole pass, shared by the batch
-    laws: tuple[Law, ...] = ()  # of each new token, if the decode keeps them
+    token_stats: tuple[TokenStats, ...] = ()  # of each new token, if the decode keeps them
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class TreeRecord:
     """The tree that produced one step."""
 
     depth: int
@@ -71,7 +71,9 @@ class History:
     passes: int = 0
     seconds: float = 0.0
     tokens: NDArray[np.int64] = field(init=False)
-    tree: NDArray[np.int32] = field(init=False)  # which pass produced the step; -1 not yet, -2 forced or prefilled
+    pass_index: NDArray[np.int32] = field(
+        init=False
+    )  # which pass produced the step; -1 not yet, -2 forced or prefilled
     depth: NDArray[np.int16] = field(init=False)  # depth and width of that tree's plan
     width: NDArray[np.int16] = field(init=False)
     nodes: NDArray[np.int16] = field(init=False)
@@ -83,13 +85,13 @@ class History:
     def __post_init__(self) -> None:
         layout = self.layout
         self.tokens = _column(layout, -1, np.int64)
-        self.tree = _column(layout, -1, np.int32)
+        self.pass_index = _column(layout, -1, np.int32)
         for name in ("depth", "width", "nodes", "accepted"):
             setattr(self, name, _column(layout, 0, np.int16))
         self.rank = _column(layout, -1, np.int16)
         self.entropy, self.top1 = (_column(layout, np.nan, np.float32) for _ in range(2))
         for step, token in enumerate(layout.prologue):
-            self.tokens[step], self.tree[step] = token, -2
+            self.tokens[step], self.pass_index[step] = token, -2
 
     @property
     def next_step(self) -> int:
@@ -97,28 +99,28 @@ class History:
         missing = np.flatnonzero(self.tokens < 0)
         return int(missing[0]) if len(missing) else self.layout.steps
 
-    def begin(self, token: int, law: Law | None = None) -> None:
+    def record_first(self, token: int, law: TokenStats | None = None) -> None:
         """The first token, drawn from the prompt alone."""
         if law is not None:
             self.entropy[self.layout.start], self.top1[self.layout.start] = law.entropy, law.top1
         self.tokens[self.layout.start] = token
-        self.tree[self.layout.start] = -2
+        self.pass_index[self.layout.start] = -2
         self._finish(self.layout.start + 1)
 
-    def write(self, step: Step) -> None:
+    def record(self, step: StepResult) -> None:
         """Note one pass."""
         first = step.start + 1
         stop = first + len(step.tokens)
         self.tokens[first:stop] = step.tokens
-        self.tree[first:stop] = self.passes
+        self.pass_index[first:stop] = self.passes
         self.depth[first:stop] = step.plan.depth
         self.width[first:stop] = step.plan.width
         self.nodes[first:stop] = step.plan.nodes
         self.accepted[first:stop] = step.accepted
         self.rank[first : first + len(step.ranks)] = step.ranks
-        if step.laws:
-            self.entropy[first:stop] = [law.entropy for law in step.laws]
-            self.top1[first:stop] = [law.top1 for law in step.laws]
+        if step.token_stats:
+            self.entropy[first:stop] = [law.entropy for law in step.token_stats]
+            self.top1[first:stop] = [law.top1 for law in step.token_stats]
         self.passes += 1
         self.seconds += step.seconds
         self._finish(stop)
@@ -130,13 +132,13 @@ class History:
             return
         tail = layout.epilogue if layout.row_end is None else (layout.row_end, *layout.epilogue)
         self.tokens[layout.stop :] = tail
-        self.tree[layout.stop :] = -2
+        self.pass_index[layout.stop :] = -2
 
-    def at(self, step: int) -> Record | None:
+    def tree_at(self, step: int) -> TreeRecord | None:
         """The tree that produced `step`, if a tree did."""
-        if not 0 <= step < self.layout.steps or self.tree[step] < 0:
+        if not 0 <= step < self.layout.steps or self.pass_index[step] < 0:
             return None
-        return Record(int(self.depth[step]), int(self.width[step]), int(self.accepted[step]))
+        return TreeRecord(int(self.depth[step]), int(self.width[step]), int(self.accepted[step]))
 
     @property
     def done(self) -> bool:
@@ -145,7 +147,7 @@ class History:
     @property
     def tokens_per_pass(self) -> float:
         """tau: tokens of the raster over target passes, the prompt's own pass left out of both."""
-        drawn = int((self.tree >= 0).sum())
+        drawn = int((self.pass_index >= 0).sum())
         return drawn / self.passes if self.passes else float("nan")
 
     @property
@@ -158,17 +160,17 @@ class History:
         return self._per_pass(self.nodes)
 
     def _per_pass(self, column: NDArray[Any]) -> float:
-        _, first = np.unique(self.tree[self.tree >= 0], return_index=True)
-        return float(column[self.tree >= 0][first].mean()) if len(first) else float("nan")
+        _, first = np.unique(self.pass_index[self.pass_index >= 0], return_index=True)
+        return float(column[self.pass_index >= 0][first].mean()) if len(first) else float("nan")
 
-    def map(self, name: str) -> NDArray[Any]:
+    def grid(self, name: str) -> NDArray[Any]:
         """A column as a (height, width) map over the picture."""
         layout = self.layout
-        raster = getattr(self, name)[layout.start : layout.start + layout.pitch * layout.height]
-        return raster.reshape(layout.height, layout.pitch)[:, : layout.width]
+        raster = getattr(self, name)[layout.start : layout.start + layout.row_stride * layout.height]
+        return raster.reshape(layout.height, layout.row_stride)[:, : layout.width]
 
     def heatmap(self, picture: Image | None = None) -> Image:
         """Accepted length, depth, entropy and top-1 chance of every cell, over the picture if it is given."""
-        from underdraw.pictures import heatmap
+        from underdraw.images import heatmap
 
         return heatmap(self, picture)

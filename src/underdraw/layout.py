@@ -39,7 +39,7 @@ class Layout:
             raise ConfigError(f"row_end {self.row_end} must be a token id outside the image codes {self.codes}.")
 
     @property
-    def pitch(self) -> int:
+    def row_stride(self) -> int:
         """Tokens from a cell to the one below it."""
         return self.width + (self.row_end is not None)
 
@@ -51,25 +51,25 @@ class Layout:
     @property
     def stop(self) -> int:
         """One past the step of the last cell: whatever follows is forced and never has to be drawn."""
-        return self.start + self.pitch * (self.height - 1) + self.width
+        return self.start + self.row_stride * (self.height - 1) + self.width
 
     @property
     def steps(self) -> int:
         """Tokens of the whole image, forced ones included."""
-        return self.start + self.pitch * self.height + len(self.epilogue)
+        return self.start + self.row_stride * self.height + len(self.epilogue)
 
     @property
     def cells(self) -> int:
         return self.height * self.width
 
     @property
-    def columns(self) -> int:
+    def vocab_size(self) -> int:
         """How many symbols a step of the raster chooses from: the codes, and the row end if there is one."""
         return len(self.codes) + (self.row_end is not None)
 
     def cell(self, step: int) -> tuple[int, int] | None:
         """(row, column) of the cell that `step` fills, or None for a forced token."""
-        row, col = divmod(step - self.start, self.pitch)
+        row, col = divmod(step - self.start, self.row_stride)
         inside = step >= self.start and row < self.height and col < self.width
         return (row, col) if inside else None
 
@@ -77,24 +77,24 @@ class Layout:
         """The step that fills cell (row, col)."""
         if not (0 <= row < self.height and 0 <= col < self.width):
             raise ConfigError(f"cell ({row}, {col}) lies outside the {self.height} x {self.width} grid.")
-        return self.start + row * self.pitch + col
+        return self.start + row * self.row_stride + col
 
-    def forced(self, steps: Any) -> Any:
+    def is_row_end(self, steps: Any) -> Any:
         """True where a step of the raster must be the row end. Elementwise."""
-        return (steps - self.start) % self.pitch >= self.width
+        return (steps - self.start) % self.row_stride >= self.width
 
     def rows_cols(self, steps: Any) -> tuple[Any, Any]:
         """Row and column of raster steps, elementwise; a row end lies in column `width`."""
-        return (steps - self.start) // self.pitch, (steps - self.start) % self.pitch
+        return (steps - self.start) // self.row_stride, (steps - self.start) % self.row_stride
 
-    def tokens(self, columns: Any) -> Any:
+    def token_ids(self, columns: Any) -> Any:
         """Token ids of columns, elementwise."""
         ids = columns + self.codes.start
         if self.row_end is None:
             return ids
         return ids + (columns == len(self.codes)) * (self.row_end - self.codes.stop)
 
-    def columns_of(self, tokens: Any) -> Any:
+    def vocab_indices(self, tokens: Any) -> Any:
         """Columns of token ids, elementwise: the inverse of `tokens` for ids that a raster step may hold."""
         columns = tokens - self.codes.start
         if self.row_end is None:
@@ -106,12 +106,12 @@ class Layout:
         row, col = self.rows_cols(steps)
         row, col = row + rows, col + cols
         inside = (row >= 0) & (row < self.height) & (col >= 0) & (col < self.width)
-        return self.start + row * self.pitch + col, inside
+        return self.start + row * self.row_stride + col, inside
 
     def grid(self, tokens: Any) -> Any:
         """The code grid (..., height, width) of whole sequences of `steps` tokens (numpy or torch)."""
         if tokens.shape[-1] != self.steps:
             raise ConfigError(f"{tokens.shape[-1]} tokens are not one image; this layout has {self.steps}.")
-        raster = tokens[..., self.start : self.start + self.pitch * self.height]
-        rows = raster.reshape(*raster.shape[:-1], self.height, self.pitch)
+        raster = tokens[..., self.start : self.start + self.row_stride * self.height]
+        rows = raster.reshape(*raster.shape[:-1], self.height, self.row_stride)
         return rows[..., : self.width] - self.codes.start

@@ -20,29 +20,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from underdraw.drafters.block import Block
+from underdraw.drafters.block import BlockDrafter
 from underdraw.drafters.eagle import Eagle
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.engine.costs import affordable, known_costs
-from underdraw.engine.decode import Laws, check_guidance, decode
-from underdraw.engine.graphs import Compile, graphs_for
+from underdraw.engine.autotune import load_or_measure_costs, tree_within_budget
+from underdraw.engine.cuda_graphs import Compile, make_graph_cache
+from underdraw.engine.decode import TokenStatsMode, check_guidance, decode
 from underdraw.errors import CapacityError, ConfigError, UnsupportedError, unknown
-from underdraw.history import History, Step
-from underdraw.job import Generator, Job, Seed, seeds_of, texts_of
-from underdraw.loading import SETTINGS, load_model, saved_choice
-from underdraw.loading import family_of as family_of
-from underdraw.loading import placement as placement
+from underdraw.history import History, StepResult
 from underdraw.models.checkpoint import Hub, on_hub, open_checkpoint
-from underdraw.models.drafter import drafter_folder, nearest_codes, open_drafter
-from underdraw.models.family import Model
-from underdraw.nn.linear import arrange
+from underdraw.models.family import LoadedModel
+from underdraw.models.loading import SETTINGS, load_model, saved_choice
+from underdraw.models.loading import family_of as family_of
+from underdraw.models.loading import placement as placement
+from underdraw.models.published_drafters import drafter_folder, nearest_codes, open_drafter
+from underdraw.nn.row_invariant import pack_weights
+from underdraw.output import PipelineOutput, Stats
 from underdraw.policies.cost import Cost
 from underdraw.policies.fixed import Chain
 from underdraw.prompts import check_text
 from underdraw.protocols import Drafter, TreePolicy, Verifier
 from underdraw.registry import drafters, parse, policies, verifiers
-from underdraw.results import PipelineOutput, Stats
+from underdraw.request import GenerationRequest, Generator, Seed, seeds_of, texts_of
 from underdraw.sampling import Sampler
 from underdraw.tree import Proposal
 from underdraw.verifiers.lantern import Lantern
@@ -59,11 +59,11 @@ class Pipeline:
     """Draws pictures. `tree` and `verifier` may be set at any time, by name and options or as objects."""
 
     def __init__(
-        self, model: Model, *, drafter: str | Drafter = "auto", tree: str | TreePolicy = "auto",
+        self, model: LoadedModel, *, drafter: str | Drafter = "auto", tree: str | TreePolicy = "auto",
         verifier: str | Verifier = "exact", proposal: str = "auto", compile: Compile = "auto",
     ) -> None:  # fmt: skip
         self.model, self.compile = model, compile
-        self.graphs = graphs_for(self.device, compile)
+        self.graphs = make_graph_cache(self.device, compile)
         self.drafter_name = ""
         self._drafter_folder: Path | None = None  # where LANTERN's table may lie
         self.drafter: Drafter = self._make_drafter(drafter)
@@ -173,13 +173,13 @@ class Pipeline:
         width: int | None = None, guidance_scale: float | None = None, temperature: float | None = None,
         top_k: int | None = None, top_p: float | None = None, num_images_per_prompt: int = 1,
         seed: Seed = None, generator: Generator = None,
-        output_type: OutputType = "pil", callback_on_step_end: Callback | None = None, laws: Laws = "skip",
+        output_type: OutputType = "pil", callback_on_step_end: Callback | None = None, token_stats: TokenStatsMode = "skip",
     ) -> PipelineOutput:  # fmt: skip
         """Draw pictures.
 
         Image i of a call has seed + i, unless `seed` or `generator` is a list with one entry per image. A generator
         stands for the seed it was made with. `callback_on_step_end(pipe, index, cell, {"step": ..., "history": ...})`
-        is called for every image of every target pass; `pipe.interrupt()` inside it ends the call. `laws="keep"` notes
+        is called for every image of every target pass; `pipe.interrupt()` inside it ends the call. `token_stats="keep"` records
         the entropy and top-1 chance of every cell for heat maps.
         """
         if output_type not in ("pil", "np", "pt", "codes"):
@@ -191,7 +191,7 @@ class Pipeline:
         )  # fmt: skip
         histories = [History(self.model.layout(job.size)) for _ in job.prompts]
         self._interrupted = False
-        steps = self.steps(job, histories, laws)
+        steps = self.steps(job, histories, token_stats)
         began = time.perf_counter()
         try:
             for step in steps:
@@ -227,10 +227,10 @@ class Pipeline:
         width: int | None = None, guidance_scale: float | None = None, temperature: float | None = None,
         top_k: int | None = None, top_p: float | None = None, num_images_per_prompt: int = 1,
         seed: Seed = None, generator: Generator = None,
-    ) -> Job:  # fmt: skip
+    ) -> GenerationRequest:  # fmt: skip
         """Check a call's arguments and fill in what the family says."""
         own, prompts = self.model.settings, texts_of(prompt, num_images_per_prompt)
-        job = Job(
+        job = GenerationRequest(
             prompts=prompts,
             negative=negative_prompt,
             seeds=seeds_of(seed, generator, len(prompts)),
@@ -246,7 +246,7 @@ class Pipeline:
         self.sampler(job)  # for its checks, before anything is drawn
         return job
 
-    def settings(self, job: Job) -> dict[str, Any]:
+    def settings(self, job: GenerationRequest) -> dict[str, Any]:
         """Everything besides prompt, seed and model that a picture depends on, and what drafted it: for records."""
         return {
             "guidance": job.guidance, "temperature": job.temperature, "top_k": job.top_k, "top_p": job.top_p,
@@ -256,47 +256,55 @@ class Pipeline:
             "dtype": str(self.dtype).removeprefix("torch."),
         }  # fmt: skip
 
-    def sampler(self, job: Job) -> Sampler:
+    def sampler(self, job: GenerationRequest) -> Sampler:
         """Noise, temperature and filters of a job."""
         return Sampler(
             self.model.layout(job.size), job.seeds, temperature=job.temperature, top_k=job.top_k, top_p=job.top_p,
             device=self.device,
         )  # fmt: skip
 
-    def steps(self, job: Job, histories: list[History], laws: Laws = "skip") -> Iterator[Step]:
+    def steps(
+        self, job: GenerationRequest, histories: list[History], token_stats: TokenStatsMode = "skip"
+    ) -> Iterator[StepResult]:
         """The decoding loop of a job, one Step after the other; tokens land in `histories`."""
-        return self.decode(job, histories, Forced() if self.tree_name == "none" else self.drafter, laws)
+        return self.decode(job, histories, Forced() if self.tree_name == "none" else self.drafter, token_stats)
 
-    def decode(self, job: Job, histories: list[History], drafter: Drafter, laws: Laws = "skip") -> Iterator[Step]:
+    def decode(
+        self, job: GenerationRequest, histories: list[History], drafter: Drafter, token_stats: TokenStatsMode = "skip"
+    ) -> Iterator[StepResult]:
         """`steps` with another drafter in the place of the pipeline's own, for example one that keeps time."""
         prompts = [self.model.prompt(text, job.negative, job.size) for text in job.prompts]
         proposal = None if self.proposal == "auto" else cast(Proposal, self.proposal)
         return decode(
             self.model.target, drafter, self.policy(job), self.verifier, prompts, self.sampler(job),
-            guidance=job.guidance, proposal=proposal, histories=histories, laws=laws, graphs=self.graphs,
+            guidance=job.guidance, proposal=proposal, histories=histories, token_stats=token_stats, graphs=self.graphs,
         )  # fmt: skip
 
-    def policy(self, job: Job) -> TreePolicy:
+    def policy(self, job: GenerationRequest) -> TreePolicy:
         """The policy of a call. "auto" follows what passes cost here, measured once for a model and a batch size."""
         if self.tree_name != "auto":
             return self.tree
-        if not isinstance(self.drafter, Eagle | Block):
+        if not isinstance(self.drafter, Eagle | BlockDrafter):
             return Chain(24)  # guesses that are all there at once want no tree
         batch = min(len(job.prompts), 4)
         arch = self.model.target.net.arch
         key = (self.model.family, arch.dim, arch.layers, self.drafter_name, self.dtype, f"batch {batch}")
         prompts = [self.model.prompt(job.prompts[0], job.negative, job.size)] * batch
         sampler = Sampler(self.model.layout(job.size), range(batch), temperature=job.temperature, device=self.device)
-        costs = known_costs(key, self.model.target, self.drafter, prompts, sampler, job.guidance, self.graphs)
+        costs = load_or_measure_costs(key, self.model.target, self.drafter, prompts, sampler, job.guidance, self.graphs)
         log.debug("passes cost %s", costs)
-        return affordable(costs) if self.graphs is not None else Cost(costs.plain, costs.base, costs.node, costs.level)
+        return (
+            tree_within_budget(costs)
+            if self.graphs is not None
+            else Cost(costs.plain, costs.base, costs.node, costs.level)
+        )
 
     @torch.inference_mode()
     def pictures(self, histories: Sequence[History], output_type: OutputType = "pil") -> Any:
         """Pictures of what was drawn; cells without a token are white."""
         layout = histories[0].layout
         tokens = torch.from_numpy(np.stack([history.tokens for history in histories]))
-        missing = torch.from_numpy(np.stack([history.map("tokens") < 0 for history in histories]))
+        missing = torch.from_numpy(np.stack([history.grid("tokens") < 0 for history in histories]))
         codes = layout.grid(torch.where(tokens < 0, layout.codes.start, tokens))
         if output_type == "codes":
             return codes
@@ -322,10 +330,10 @@ class Pipeline:
         for module in modules:
             if isinstance(module, torch.nn.Module):
                 module.to(place.device, place.dtype)
-                arrange(module)
+                pack_weights(module)
         if isinstance(self.model.images, torch.nn.Module):
             self.model.images.to(place.device)
-        self.graphs = graphs_for(self.device, self.compile)
+        self.graphs = make_graph_cache(self.device, self.compile)
         if isinstance(self.verifier, Lantern):  # its table of neighbours moves too
             self.verifier = self.verifier.bind(self.model.images.codebook)
         return self

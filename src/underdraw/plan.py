@@ -14,12 +14,12 @@ from underdraw.errors import ConfigError
 
 MAX_NODES = 128  # of one tree, the root included: the room that every cache keeps free for it
 MAX_EXPANDED = 256  # nodes that a drafter may be asked to expand for one tree
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes that passes of fixed size are padded to
+BUCKET_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes that passes of fixed size are padded to
 
 
-def padded_size(count: int) -> int:
+def bucket_size(count: int) -> int:
     """The smallest of SIZES that holds so many nodes."""
-    return next(size for size in SIZES if size >= count)
+    return next(size for size in BUCKET_SIZES if size >= count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class TreePlan:
     `width` nodes of each level are expanded, each into `branch` children; where that makes fewer than `nodes`, `nodes`
     becomes what it makes. With a `shape` (the parent of every node,
     -1 for the root, siblings in order of rank) the tree is exactly that one, whatever the drafter thinks. With a
-    `floor`, nodes whose chance of being accepted is smaller are left out, and growth ends when none is left; finding
+    `min_probability`, nodes whose chance of being accepted is smaller are left out, and growth ends when none is left; finding
     that out waits for the device at every level, so it is for CPUs.
     """
 
@@ -38,7 +38,7 @@ class TreePlan:
     branch: int
     nodes: int
     shape: tuple[int, ...] | None = None
-    floor: float = 0.0
+    min_probability: float = 0.0
 
     def __post_init__(self) -> None:
         if self.depth < 0 or self.width < 1 or self.branch < 1:
@@ -52,8 +52,8 @@ class TreePlan:
             )
         if self.nodes > MAX_NODES:
             raise ConfigError(f"a tree of {self.nodes} nodes is too large; a pass checks at most {MAX_NODES}.")
-        if not 0 <= self.floor < 1:
-            raise ConfigError(f"floor {self.floor} is a chance and must lie in [0, 1).")
+        if not 0 <= self.min_probability < 1:
+            raise ConfigError(f"min_probability {self.min_probability} is a chance and must lie in [0, 1).")
         if self.depth * self.width > MAX_EXPANDED:
             raise ConfigError(
                 f"depth {self.depth} times width {self.width} is more than a drafter expands, {MAX_EXPANDED} nodes; "
@@ -65,33 +65,33 @@ class TreePlan:
     @classmethod
     def of(cls, shape: Sequence[int]) -> TreePlan:
         """The plan of a fixed shape."""
-        given = Shape.of(tuple(shape))
+        given = TreeShape.of(tuple(shape))
         parents = _by_level(list(given.parents), list(given.depths))
-        known = Shape.of(parents)
+        known = TreeShape.of(parents)
         width = max((len({parents[n] for n in level}) for level in known.levels[1:]), default=1)
         return cls(len(known.levels) - 1, width, max(known.ranks) + 1, len(parents), parents)
 
     @property
     def levels(self) -> int:
-        """How many levels the drafter is asked for; with a floor there is one more, in which nothing was left."""
-        return self.depth + bool(self.floor)
+        """How many levels the drafter is asked for; with a min_probability there is one more, in which nothing was left."""
+        return self.depth + bool(self.min_probability)
 
     @property
     def expanded(self) -> int:
-        """How many nodes the drafter is asked to expand; of a tree with a floor at most its own."""
+        """How many nodes the drafter is asked to expand; of a tree with a min_probability at most its own."""
         if self.shape is not None:
             return len(set(self.shape)) - 1
         count = sum(min(count, self.width) for count in self._levels()[:-1])
-        return min(max(count, 1), self.nodes) if self.floor else count
+        return min(max(count, 1), self.nodes) if self.min_probability else count
 
-    def cut(self, depth: int) -> TreePlan:
+    def truncate(self, depth: int) -> TreePlan:
         """This plan without the levels below `depth`."""
         if depth >= self.depth:
             return self
         if self.shape is not None:
-            depths = Shape.of(self.shape).depths
+            depths = TreeShape.of(self.shape).depths
             return TreePlan.of([p for p, d in zip(self.shape, depths, strict=True) if d <= depth])
-        return TreePlan(depth, self.width, self.branch, self.nodes, floor=self.floor)
+        return TreePlan(depth, self.width, self.branch, self.nodes, min_probability=self.min_probability)
 
     def _levels(self) -> list[int]:
         """How many nodes each level may have, from the root's down."""
@@ -100,15 +100,15 @@ class TreePlan:
             counts.append(min(counts[-1], self.width) * self.branch)
         return counts
 
-    def rounded(self) -> TreePlan:
+    def bucketed(self) -> TreePlan:
         """A plan that holds this one, out of few: what captured passes are made for. Depth stays, since levels cost."""
         if self.shape is not None or self.depth == 0:
             return self
         width, branch = (count if count < 3 else -(-count // 4) * 4 for count in (self.width, self.branch))
         width = width if self.depth * width <= MAX_EXPANDED else self.width
-        return TreePlan(self.depth, width, branch, padded_size(self.nodes), floor=self.floor)
+        return TreePlan(self.depth, width, branch, bucket_size(self.nodes), min_probability=self.min_probability)
 
-    def fixed(self) -> TreePlan:
+    def with_fixed_shape(self) -> TreePlan:
         """A plan of the same size with a fixed shape, for proposals that may not look before they choose."""
         return (
             self if self.shape is not None else TreePlan.of(_balanced(self.depth, self.width, self.branch, self.nodes))
@@ -116,7 +116,7 @@ class TreePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TreeShape:
     """What follows from a tuple of parents: the depth of each node, its rank among its siblings, and the levels."""
 
     parents: tuple[int, ...]
@@ -126,7 +126,7 @@ class Shape:
 
     @classmethod
     @functools.lru_cache(maxsize=256)
-    def of(cls, parents: tuple[int, ...]) -> Shape:
+    def of(cls, parents: tuple[int, ...]) -> TreeShape:
         if not parents or parents[0] != -1:
             raise ConfigError("a tree shape starts with its root, whose parent is -1.")
         depths, ranks, seen = [0], [0], dict.fromkeys(range(len(parents)), 0)

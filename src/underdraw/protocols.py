@@ -14,8 +14,8 @@ from torch import Tensor
 from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
-from underdraw.sampling import Draws
-from underdraw.tree import DraftTree, Limits, Proposal, Verdict
+from underdraw.sampling import NoiseWindow
+from underdraw.tree import AcceptedPath, DraftTree, Proposal, TreeLimits
 
 Prefix = tuple[int, ...] | Tensor
 """What stands before the image: token ids, or features (P, D) of a text encoder."""
@@ -30,7 +30,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class TargetOutput:
     """What one target pass says of N nodes."""
 
     logits: Tensor  # (B, N, K) float32, guidance applied
@@ -38,38 +38,38 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class PrefillOutput:
     """What the prompts said: the choice of the first token, and the features of every prompt token."""
 
     logits: Tensor  # (B, 1, K)
     features: Tensor  # (R, P, D), right-padded
     prefix: Tensor  # (R, P) token ids behind those features, right-padded; -1 where the prefix was not tokens
     lengths: Tensor  # (R,) of each row
-    known: tuple[int, ...]  # the same on the host
+    host_lengths: tuple[int, ...]  # the same on the host
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DraftRequest:
     """What a drafter is asked for in one step."""
 
     root: Tensor  # (B,) token ids
     steps: Tensor  # (B,) step of each root
     plan: TreePlan
-    draws: Draws
+    noise_window: NoiseWindow
     proposal: Proposal = "coupled"
-    limits: Limits | None = None
+    limits: TreeLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class VerifiedStep:
     """What came of the tree: everything a session needs to go on."""
 
     tree: DraftTree
-    verdict: Verdict
-    output: Output
-    draws: Draws
+    accepted_path: AcceptedPath
+    output: TargetOutput
+    noise_window: NoiseWindow
     counts: Tensor  # (B,) committed nodes, the root included; 0 for an image that is finished
-    known: tuple[int, ...]  # the same on the host
+    host_counts: tuple[int, ...]  # the same on the host
 
 
 class TreePolicy(Protocol):
@@ -83,17 +83,17 @@ class Verifier(Protocol):
 
     proposals: ClassVar[tuple[Proposal, ...]]  # legal ones, preferred first
 
-    def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict: ...
+    def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath: ...
 
 
 class TargetSession(Protocol):
     """One batch in the making: cache and lengths."""
 
-    first: Opening
+    prefill: PrefillOutput
 
-    def run(self, tree: DraftTree, steps: Tensor) -> Output: ...
+    def forward(self, tree: DraftTree, steps: Tensor) -> TargetOutput: ...
 
-    def commit(self, outcome: Outcome) -> None: ...
+    def commit(self, verified: VerifiedStep) -> None: ...
 
 
 class Target(Protocol):
@@ -103,15 +103,17 @@ class Target(Protocol):
 
 
 class DrafterSession(Protocol):
-    def draft(self, request: Request) -> DraftTree: ...
+    def draft(self, request: DraftRequest) -> DraftTree: ...
 
-    def commit(self, outcome: Outcome) -> None: ...
+    def commit(self, verified: VerifiedStep) -> None: ...
 
 
 class Drafter(Protocol):
     """The small model, or whatever else can guess: weights, shared and immutable."""
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> DrafterSession: ...
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+    ) -> DrafterSession: ...
 
 
 class ImageTokenizer(Protocol):

@@ -4,7 +4,7 @@ A token is drawn as `argmax(filtered logits / temperature + g)`, where g is Gumb
 code) by a counter-based hash. Nothing is stored and nothing advances, so any node of any tree, in any batch row, on
 any device, sees the noise that plain autoregression would see at that step. At temperature 0 there is no noise.
 
-`Sampler` holds the settings of one decode; `Draws` is its share for one target pass: the noise of the next few steps,
+`Sampler` holds the settings of one decode; `NoiseWindow` is its share for one target pass: the noise of the next few steps,
 which drafting and verification read together.
 """
 
@@ -24,10 +24,10 @@ from torch import Tensor
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 
-Stream = Literal["target", "draft", "accept"]
-_STREAMS: dict[Stream, int] = {"target": 0, "draft": 1, "accept": 2}
+NoiseStream = Literal["target", "draft", "accept"]
+_STREAMS: dict[NoiseStream, int] = {"target": 0, "draft": 1, "accept": 2}
 _HEIGHT = 32  # rows that `best` folds a row of scores into; a power of 2
-_BLOCK = 64  # columns that `first_best` looks at together
+_BLOCK = 64  # columns that `argmax_first` looks at together
 _AHEAD = 16  # steps whose noise is drawn together
 _CHUNK = 16  # nodes whose scores stay in a processor's cache
 _SHORT = 2**14  # columns that one processor of a GPU holds at once
@@ -48,7 +48,7 @@ def _mix(state: Tensor) -> Tensor:
     return state
 
 
-def _uniform(seeds: Tensor, steps: Tensor, count: int, stream: Stream) -> Tensor:
+def _uniform(seeds: Tensor, steps: Tensor, count: int, stream: NoiseStream) -> Tensor:
     """Uniform numbers in (0, 1) with 32 random bits, float64: (B,), (B, S) -> (B, S, count)."""
     key = _mix(seeds * 3 + _STREAMS[stream] + _GAMMA)[:, None]  # (B, 1)
     key = _mix((key ^ ((key >> 31) & 0x1FFFFFFFF)) + (steps + 1) * _GAMMA)  # (B, S)
@@ -59,7 +59,7 @@ def _uniform(seeds: Tensor, steps: Tensor, count: int, stream: Stream) -> Tensor
     return bits.double().add_(0.5).mul_(2.0**-32)
 
 
-def gumbel(seeds: Tensor, steps: Tensor, count: int, stream: Stream = "target") -> Tensor:
+def gumbel(seeds: Tensor, steps: Tensor, count: int, stream: NoiseStream = "target") -> Tensor:
     """Standard Gumbel noise of codes 0..count-1 at each step, float32: (B,), (B, S) -> (B, S, count).
 
     The logarithms are taken in float64: the result then has full precision in both tails and the same float32 value
@@ -101,7 +101,9 @@ class Sampler:
         self.top_k = top_k if top_k < len(layout.codes) else 0
         self.top_p = float(top_p)
         self.seeds = torch.tensor(list(seeds), dtype=torch.int64, device=device)  # (B,)
-        self.ahead: dict[Stream, Tensor] = {}  # (B, steps, columns) the noise of every step, see `look_ahead`
+        self.ahead: dict[
+            NoiseStream, Tensor
+        ] = {}  # (B, steps, columns) the noise of every step, see `precompute_noise`
 
     def copy(self) -> Sampler:
         """The same settings with seeds of its own."""
@@ -109,7 +111,7 @@ class Sampler:
         other.seeds, other.ahead = self.seeds.clone(), {}
         return other
 
-    def look_ahead(self, seeds: Tensor, streams: Sequence[Stream] = ("target",)) -> None:
+    def precompute_noise(self, seeds: Tensor, streams: Sequence[NoiseStream] = ("target",)) -> None:
         """Go on with other seeds, and draw all of their noise now, if it is not too much to be kept.
 
         Drawing takes dozens of operations, and a GPU has to begin each of them; looking it up takes one.
@@ -118,7 +120,7 @@ class Sampler:
         layout = self.layout
         order = torch.arange(layout.steps, device=self.device).expand(len(self), -1)
         for stream in streams:
-            draw, width = (_uniform, _TESTS) if stream == "accept" else (gumbel, layout.columns)
+            draw, width = (_uniform, _TESTS) if stream == "accept" else (gumbel, layout.vocab_size)
             if (self.greedy and stream != "accept") or 4 * order.numel() * width > AHEAD:
                 continue
             if stream not in self.ahead:
@@ -128,7 +130,7 @@ class Sampler:
             for part, steps in zip(self.ahead[stream].split(count, dim=1), order.split(count, dim=1), strict=True):
                 part.copy_(draw(self.seeds, steps, width, stream))
 
-    def looked_up(self, stream: Stream, steps: Tensor) -> Tensor:
+    def precomputed_noise(self, stream: NoiseStream, steps: Tensor) -> Tensor:
         """What was drawn ahead for steps (B, S), those past the last one as the last: (B, S, columns)."""
         table = self.ahead[stream]
         place = steps.clamp(0, self.layout.steps - 1)  # what lies behind is never chosen
@@ -146,7 +148,9 @@ class Sampler:
     def __len__(self) -> int:
         return self.seeds.shape[0]
 
-    def draws(self, roots: Tensor, reach: int, before: Draws | None = None, moved: int | None = None) -> Draws:
+    def noise_window(
+        self, roots: Tensor, reach: int, before: NoiseWindow | None = None, moved: int | None = None
+    ) -> NoiseWindow:
         """The noise for the `reach` steps that follow each root: (B,) steps of the roots.
 
         If every root stands `moved` steps after the ones of the draws `before`, their common steps are not drawn
@@ -154,22 +158,22 @@ class Sampler:
         """
         steps = roots[:, None] + torch.arange(1, reach + 1, device=roots.device)  # (B, reach)
         if self.greedy:
-            return Draws(self, steps, None)
+            return NoiseWindow(self, steps, None)
         if "target" in self.ahead:
-            return Draws(self, steps, self.looked_up("target", steps))
+            return NoiseWindow(self, steps, self.precomputed_noise("target", steps))
         if before is None or before.noise is None or moved is None:
-            return Draws(self, steps, gumbel(self.seeds, steps, self.layout.columns))
+            return NoiseWindow(self, steps, gumbel(self.seeds, steps, self.layout.vocab_size))
         noise = before.noise[:, moved:]
         missing = reach - noise.shape[1]
         if missing > 0:  # some more than needed: drawing a row costs less than asking for it
             ahead = steps[:, -missing, None] + torch.arange(max(missing, _AHEAD), device=roots.device)
-            noise = torch.cat([noise, gumbel(self.seeds, ahead, self.layout.columns)], dim=1)
-        return Draws(self, steps, noise.contiguous())
+            noise = torch.cat([noise, gumbel(self.seeds, ahead, self.layout.vocab_size)], dim=1)
+        return NoiseWindow(self, steps, noise.contiguous())
 
     def random_tokens(self, steps: Tensor) -> Tensor:
         """A uniform random code for each step of each image, as a token: (B, S) steps -> (B, S)."""
         code = _uniform(self.seeds, steps, 1, "draft")[..., 0] * len(self.layout.codes)
-        return self.layout.tokens(code.long())
+        return self.layout.token_ids(code.long())
 
     def filtered(self, logits: Tensor) -> Tensor:
         """Logits over temperature, with what the filters cut at -inf: (..., K).
@@ -180,7 +184,7 @@ class Sampler:
             return logits
         scaled = logits if self.temperature == 1 else logits * (1 / self.temperature)
         if self.top_k:
-            scaled = keep_largest(scaled, self.top_k)
+            scaled = topk_filter(scaled, self.top_k)
         if self.top_p < 1:
             ordered, order = scaled.sort(dim=-1, descending=True)
             chance = ordered.softmax(-1)
@@ -195,7 +199,7 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class NoiseWindow:
     """The noise of the steps that one tree can reach, and maybe of some more: row d - 1 belongs to depth d."""
 
     sampler: Sampler
@@ -218,7 +222,7 @@ class Draws:
         """The columns that the target chooses: argmax of `scores`, (B, N, K), (B, N) -> (B, N)."""
         size = _CHUNK if logits.device.type == "cpu" else logits.shape[1]
         parts = zip(logits.split(size, dim=1), depths.split(size, dim=1), strict=True)
-        return torch.cat([first_best(self.scores(*part)) for part in parts], dim=1)
+        return torch.cat([argmax_first(self.scores(*part)) for part in parts], dim=1)
 
     def scaled(self, logits: Tensor, depths: Tensor) -> Tensor:
         """The same without noise: log-probabilities up to a constant. (B, N, K), (B, N) -> (B, N, columns)."""
@@ -226,7 +230,7 @@ class Draws:
         if layout.row_end is None:
             return self.sampler.filtered(logits)
         row = (depths - 1).clamp(0, self.steps.shape[1] - 1)
-        return self.sampler.forced(self.sampler.filtered(logits), layout.forced(self.steps.gather(1, row)))
+        return self.sampler.forced(self.sampler.filtered(logits), layout.is_row_end(self.steps.gather(1, row)))
 
     def level_scores(self, logits: Tensor, depth: int) -> Tensor:
         """`scores` of nodes that all choose a token of one depth: (B, W, K) -> (B, W, columns)."""
@@ -238,24 +242,24 @@ class Draws:
         layout = self.sampler.layout
         if layout.row_end is None:
             return self.sampler.filtered(logits)
-        forced = layout.forced(self.steps[:, depth - 1, None]).expand(logits.shape[:2])
+        forced = layout.is_row_end(self.steps[:, depth - 1, None]).expand(logits.shape[:2])
         return self.sampler.forced(self.sampler.filtered(logits), forced)
 
-    def gumbel(self, stream: Stream, again: int | Tensor = 0) -> Tensor:
+    def gumbel(self, stream: NoiseStream, again: int | Tensor = 0) -> Tensor:
         """Noise of another stream for the same steps: (B, reach, columns); `again` counts draws for one step."""
         layout, own = self.sampler.layout, self.sampler
         if stream in own.ahead and isinstance(again, int) and not again:
-            return own.looked_up(stream, self.steps)
-        return gumbel(own.seeds, self.steps + again * layout.steps, layout.columns, stream)
+            return own.precomputed_noise(stream, self.steps)
+        return gumbel(own.seeds, self.steps + again * layout.steps, layout.vocab_size, stream)
 
     def uniform(self, count: int) -> Tensor:
         """Numbers in (0, 1) for accept tests, `count` a step: (B, reach, count) float64."""
         if "accept" in self.sampler.ahead and count <= _TESTS:
-            return self.sampler.looked_up("accept", self.steps)[..., :count]
+            return self.sampler.precomputed_noise("accept", self.steps)[..., :count]
         return _uniform(self.sampler.seeds, self.steps, count, "accept")
 
 
-def first_best(scores: Tensor) -> Tensor:
+def argmax_first(scores: Tensor) -> Tensor:
     """The column of the best score of each row, the first of equals: `argmax`, on a CPU faster on long rows."""
     if not scores.is_cpu or scores.shape[-1] % _BLOCK or scores.shape[-1] < 8 * _BLOCK:
         return scores.argmax(-1)
@@ -276,10 +280,10 @@ def _short(values: Tensor) -> bool:
     return fits and values.device.type == "cuda" and _triton()
 
 
-def keep_largest(values: Tensor, k: int) -> Tensor:
+def topk_filter(values: Tensor, k: int) -> Tensor:
     """Values (..., K) with everything below the k-th largest number of a row at -inf."""
     if _short(values):
-        from underdraw.largest import keep_largest as at_once
+        from underdraw.kernels.topk import topk_filter as at_once
 
         return at_once(values, k)
     kth = values.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
@@ -293,7 +297,7 @@ def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     nothing.
     """
     if count <= _FEW and _short(scores):
-        from underdraw.largest import top
+        from underdraw.kernels.topk import top
 
         return top(scores, count)
     stripes, rest = divmod(scores.shape[-1], _HEIGHT)

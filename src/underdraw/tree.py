@@ -1,4 +1,4 @@
-"""Draft trees as tensors, and `grow()`: the one way to build B of them at once from any drafter.
+"""Draft trees as tensors, and `grow_tree()`: the one way to build B of them at once from any drafter.
 
 A tree is grown level by level: the drafter gives the logits of the nodes to be expanded, each node gets its best
 children, the most promising children are expanded next, and at the end the best nodes of all levels are kept. What
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from underdraw.calibration import Calibration, constant
+from underdraw.calibration import Calibration
+from underdraw.constants import constant
 from underdraw.errors import ConfigError
-from underdraw.plan import Shape, TreePlan
-from underdraw.sampling import Draws, best
+from underdraw.plan import TreePlan, TreeShape
+from underdraw.sampling import NoiseWindow, best
 
 Proposal = Literal["coupled", "topk", "sampled"]
 
@@ -60,7 +61,7 @@ class DraftTree:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AcceptedPath:
     """The path that the target agrees with, and the token it chose after it."""
 
     path: Tensor  # (B, D) node indices from the root down; entries past `length` are 0
@@ -68,13 +69,13 @@ class Verdict:
     next_token: Tensor  # (B,) token ids
     chosen: Tensor | None = None  # (B, N) what the target would draw at each node, if all were looked at
 
-    def narrow(self, length: int) -> Verdict:
+    def narrow(self, length: int) -> AcceptedPath:
         """The same verdict when no path is longer than `length`."""
         return replace(self, path=self.path[:, : length + 1])
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TreeLimits:
     """How far each of B trees may grow inside the plan that they share."""
 
     depth: Tensor  # (B,)
@@ -83,13 +84,13 @@ class Limits:
     nodes: Tensor  # (B,)
 
     @classmethod
-    def of(cls, plans: list[TreePlan], device: torch.device) -> Limits:
+    def of(cls, plans: list[TreePlan], device: torch.device) -> TreeLimits:
         rows = [[p.depth, p.width, p.branch, p.nodes] for p in plans]
         return cls(*torch.tensor(rows, device=device).T)
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class Frontier:
     """The nodes that a drafter is asked to expand: their tokens, and their parents as places in the level before."""
 
     depth: int
@@ -97,17 +98,17 @@ class Level:
     parents: Tensor  # (B, W)
 
 
-Expand = Callable[[Level], Tensor]  # logits (B, W, K) of the children of each node
+ExpandFn = Callable[[Frontier], Tensor]  # logits (B, W, K) of the children of each node
 
 
-def envelope(plans: list[TreePlan]) -> TreePlan:
+def covering_plan(plans: list[TreePlan]) -> TreePlan:
     """The smallest plan that holds every one of the plans of a batch."""
     first = plans[0]
     if all(plan == first for plan in plans):
         return first
     if any(plan.shape is not None for plan in plans):
         largest = max(plans, key=lambda plan: plan.nodes)
-        if any(plan != largest.cut(plan.depth) for plan in plans):
+        if any(plan != largest.truncate(plan.depth) for plan in plans):
             raise ConfigError(
                 "the images of one batch must share one tree shape; use a policy without shapes or batch size 1."
             )
@@ -117,52 +118,52 @@ def envelope(plans: list[TreePlan]) -> TreePlan:
         max(p.width for p in plans),
         max(p.branch for p in plans),
         max(p.nodes for p in plans),
-        floor=min((p.floor for p in plans if p.depth), default=0.0),
+        min_probability=min((p.min_probability for p in plans if p.depth), default=0.0),
     )
 
 
-def grow(
-    expand: Expand,
+def grow_tree(
+    expand: ExpandFn,
     root: Tensor,
     plan: TreePlan,
-    draws: Draws,
+    noise_window: NoiseWindow,
     *,
     proposal: Proposal = "coupled",
     calibration: Calibration | None = None,
-    limits: Limits | None = None,
+    limits: TreeLimits | None = None,
 ) -> DraftTree:
     """B trees from their roots (B,), drafted as `plan` says; `limits` holds what each of them may use of it.
 
     Without a calibration, nodes are ranked by q as in EAGLE-2, whatever the proposal.
     """
     if proposal == "sampled":
-        plan = plan.fixed()
+        plan = plan.with_fixed_shape()
     if plan.shape is not None:
-        return _grow_shape(expand, root, plan.shape, draws, proposal, limits)
+        return _grow_shape(expand, root, plan.shape, noise_window, proposal, limits)
     if plan.depth == 0:
-        return only_root(root)
-    return _grow_best(expand, root, plan, draws, proposal, calibration, limits)
+        return root_only(root)
+    return _grow_best(expand, root, plan, noise_window, proposal, calibration, limits)
 
 
 def children(
-    logits: Tensor, depth: int, count: int, draws: Draws, proposal: Proposal
+    logits: Tensor, depth: int, count: int, noise_window: NoiseWindow, proposal: Proposal
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The best `count` children of each node: columns and scores (B, W, count), and q if they were drawn from it."""
-    count = min(count, draws.sampler.layout.columns)
+    count = min(count, noise_window.sampler.layout.vocab_size)
     if proposal == "coupled":
-        scores, columns = best(draws.level_scores(logits, depth), count)
+        scores, columns = best(noise_window.level_scores(logits, depth), count)
         return columns, scores, None
-    scaled = draws.level_scaled(logits, depth)
+    scaled = noise_window.level_scaled(logits, depth)
     if proposal == "topk":
         scores, columns = best(scaled.log_softmax(-1), count)
         return columns, scores, None
     # Sorting log q + Gumbel noise is drawing without replacement; the noise must not be the target's.
-    perturbed = scaled if draws.noise is None else scaled + draws.gumbel("draft")[:, depth - 1, None]
+    perturbed = scaled if noise_window.noise is None else scaled + noise_window.gumbel("draft")[:, depth - 1, None]
     scores, columns = best(perturbed, count)
     return columns, scores, scaled.softmax(-1)
 
 
-def only_root(root: Tensor) -> DraftTree:
+def root_only(root: Tensor) -> DraftTree:
     return chain(root[:, None])
 
 
@@ -206,19 +207,19 @@ class _Pool:
 
 
 def _grow_best(
-    expand: Expand,
+    expand: ExpandFn,
     root: Tensor,
     plan: TreePlan,
-    draws: Draws,
+    noise_window: NoiseWindow,
     proposal: Proposal,
     calibration: Calibration | None,
-    limits: Limits | None,
+    limits: TreeLimits | None,
 ) -> DraftTree:
     """Expand the most promising `width` nodes a level, then keep the best `nodes` of all that were seen."""
-    device, layout = root.device, draws.sampler.layout
-    branch = min(plan.branch, layout.columns)
-    lowest = math.log(plan.floor) if plan.floor else -math.inf
-    level = Level(0, root[:, None], constant((0,), torch.int64, device).expand(len(root), 1))
+    device, layout = root.device, noise_window.sampler.layout
+    branch = min(plan.branch, layout.vocab_size)
+    lowest = math.log(plan.min_probability) if plan.min_probability else -math.inf
+    level = Frontier(0, root[:, None], constant((0,), torch.int64, device).expand(len(root), 1))
     reached: Tensor | None = None  # (B, W, 1) log chance that the target comes by the nodes of the level
     tokens, places = [level.tokens], [level.parents]  # of all nodes, and of the expanded ones in their levels
     chances = [constant((math.inf,), torch.float32, device).expand(len(root), 1)]  # the root is always kept
@@ -226,20 +227,20 @@ def _grow_best(
     closed = None if limits is None else _closed(limits, plan.depth, plan.width, branch, device)
     for depth in range(1, plan.depth + 1):
         logits = expand(level)
-        column, chance, _ = children(logits, depth, branch, draws, proposal)  # (B, W, k)
+        column, chance, _ = children(logits, depth, branch, noise_window, proposal)  # (B, W, k)
         if proposal == "coupled" and calibration is not None:
             chance = calibration.log_chance(chance, forcing=layout.row_end is not None)
         elif proposal == "coupled":
-            likely = draws.level_scaled(logits, depth).log_softmax(-1).gather(-1, column)
+            likely = noise_window.level_scaled(logits, depth).log_softmax(-1).gather(-1, column)
             chance = likely.masked_fill(chance == -torch.inf, -torch.inf)  # where the column means nothing
         if reached is not None:
             chance = chance + reached
         if closed is not None:
             chance = chance.masked_fill(closed[:, depth - 1, : chance.shape[1]], -torch.inf)
-        tokens.append(layout.tokens(column.flatten(1)))
+        tokens.append(layout.token_ids(column.flatten(1)))
         chances.append(chance.flatten(1))
         count = alive = widths[-1] * branch
-        if plan.floor:
+        if plan.min_probability:
             alive = int((chances[-1] >= lowest).sum(1).max())
         nodes += alive
         if depth == plan.depth or not alive:
@@ -247,7 +248,7 @@ def _grow_best(
         count = min(count, plan.width, alive)
         top, best_of = best(chances[-1], count)  # (B, W'); where the chance is none, the place may be anybody's
         reached = top[..., None]
-        level = Level(depth, tokens[-1].gather(1, best_of), best_of // branch)
+        level = Frontier(depth, tokens[-1].gather(1, best_of), best_of // branch)
         places.append(best_of)
         widths.append(count)
     pool = _Pool.of(tuple(widths), branch, device)
@@ -255,7 +256,7 @@ def _grow_best(
     return _keep(min(plan.nodes, nodes), len(widths), branch, pool, limits, *joined)
 
 
-def _closed(limits: Limits, depth: int, width: int, branch: int, device: torch.device) -> Tensor:
+def _closed(limits: TreeLimits, depth: int, width: int, branch: int, device: torch.device) -> Tensor:
     """Which children each tree must do without, by level, parent and rank: (B, depth, width, branch).
 
     Those that are too deep, those of too late a parent, and those of too high a rank.
@@ -267,7 +268,7 @@ def _closed(limits: Limits, depth: int, width: int, branch: int, device: torch.d
 
 
 def _keep(
-    count: int, depth: int, branch: int, pool: _Pool, limits: Limits | None, tokens: Tensor, chance: Tensor,
+    count: int, depth: int, branch: int, pool: _Pool, limits: TreeLimits | None, tokens: Tensor, chance: Tensor,
     places: Tensor,
 ) -> DraftTree:  # fmt: skip
     """The best nodes of a pool of tokens (B, P) as a tree; places (B, E) in their levels of those that were expanded.
@@ -289,13 +290,13 @@ def _keep(
         tokens.gather(1, kept),
         parents,
         torch.take(pool.depths, kept).masked_fill_(padding, -1),
-        ancestry(parents, depth),
+        ancestor_mask(parents, depth),
         torch.take(pool.ranks, kept),
         branch,
     )
 
 
-def ancestry(parents: Tensor, depth: int) -> Tensor:
+def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
     """(B, N) parents of trees of at most `depth` levels -> (B, N, N): j is i or an ancestor of i."""
     batch, size = parents.shape
     own = torch.eye(size, dtype=torch.bool, device=parents.device).repeat(batch, 1)  # (B * N, N)
@@ -322,7 +323,7 @@ class _ShapeLevel:
 
 @functools.cache  # never forgotten, since captured passes read these tensors
 def _shape_levels(parents: tuple[int, ...], device: torch.device) -> tuple[_ShapeLevel, ...]:
-    shape, frontier, levels = Shape.of(parents), [0], []
+    shape, frontier, levels = TreeShape.of(parents), [0], []
     for nodes in shape.levels[1:]:
         inner = [n for n in nodes if n in parents]
         slot = {n: frontier.index(parents[n]) for n in nodes}
@@ -335,26 +336,30 @@ def _shape_levels(parents: tuple[int, ...], device: torch.device) -> tuple[_Shap
 
 
 def _grow_shape(
-    expand: Expand,
+    expand: ExpandFn,
     root: Tensor,
     parents: tuple[int, ...],
-    draws: Draws,
+    noise_window: NoiseWindow,
     proposal: Proposal,
-    limits: Limits | None,
+    limits: TreeLimits | None,
 ) -> DraftTree:
     """The children that a fixed shape asks for; the drafter chooses their tokens and nothing else."""
     batch, device = root.shape[0], root.device
-    shape, size = Shape.of(parents), len(parents)
+    shape, size = TreeShape.of(parents), len(parents)
     tokens = root[:, None].repeat(1, size)
     dead = torch.zeros(batch, size, dtype=torch.bool, device=device)
-    q = torch.zeros(batch, size, draws.sampler.layout.columns, device=device) if proposal == "sampled" else None
+    q = (
+        torch.zeros(batch, size, noise_window.sampler.layout.vocab_size, device=device)
+        if proposal == "sampled"
+        else None
+    )
     frontier = torch.zeros(1, dtype=torch.int64, device=device)
-    level = Level(0, root[:, None], frontier.expand(batch, 1))
+    level = Frontier(0, root[:, None], frontier.expand(batch, 1))
     for depth, place in enumerate(_shape_levels(parents, device), start=1):
-        columns, scores, rows = children(expand(level), depth, place.branch, draws, proposal)
+        columns, scores, rows = children(expand(level), depth, place.branch, noise_window, proposal)
         count = columns.shape[-1]
         source = place.slots * count + place.ranks.clamp(max=count - 1)
-        tokens[:, place.nodes] = draws.sampler.layout.tokens(columns).flatten(1)[:, source]
+        tokens[:, place.nodes] = noise_window.sampler.layout.token_ids(columns).flatten(1)[:, source]
         impossible = scores.flatten(1)[:, source].isinf() | (place.ranks >= count)
         dead[:, place.nodes] = impossible | dead[:, place.parents]
         if limits is not None:
@@ -366,14 +371,14 @@ def _grow_shape(
             )
         if q is not None and rows is not None:
             q[:, frontier] = rows
-        level = Level(depth, tokens[:, place.inner], place.inner_slots.expand(batch, -1))
+        level = Frontier(depth, tokens[:, place.inner], place.inner_slots.expand(batch, -1))
         frontier = place.inner
     up = constant(parents, torch.int64, device).expand(batch, size)
     return DraftTree(
         tokens,
         torch.where(dead, 0, up),
         torch.where(dead, -1, constant(shape.depths, torch.int64, device)),
-        ancestry(up, len(shape.levels) - 1),
+        ancestor_mask(up, len(shape.levels) - 1),
         constant(shape.ranks, torch.int64, device).expand(batch, size),
         max(shape.ranks) + 1,
         q,

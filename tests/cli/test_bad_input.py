@@ -14,7 +14,7 @@ import pytest
 import small
 from commands import call, start
 
-from underdraw.nn.storage import load_weights, save_weights
+from underdraw.nn.weights import load_weights, save_weights
 
 Prepare = Callable[[Path], object]
 

@@ -20,7 +20,7 @@ COUNT, PASSES = 14, 35  # pictures, and passes of each
 SLOWED = f"""
 import itertools, sys, time
 from underdraw.cli.app import main
-from underdraw.engine.passes import Passes
+from underdraw.engine.step import Passes
 made, advance = itertools.count(), Passes.advance
 def slowed(*given):
     time.sleep(0.1 * (next(made) >= {3 * PASSES}))

@@ -10,13 +10,13 @@ import torch
 import toy
 from torch import Tensor
 
-from underdraw.engine.graphs import Direct, Graphs
-from underdraw.evaluation.agreement import agreement
-from underdraw.nn.session import DecoderSession, DecoderTarget
+from underdraw.bench.agreement import agreement
+from underdraw.engine.cuda_graphs import EagerPass, GraphCache
+from underdraw.nn.target import DecoderSession, DecoderTarget
 
 
-def graphs(smallest: int) -> Graphs:
-    return Graphs(record=Direct, quantum=64, smallest=smallest)
+def graphs(smallest: int) -> GraphCache:
+    return GraphCache(record=EagerPass, quantum=64, smallest=smallest)
 
 
 @pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
@@ -34,14 +34,14 @@ class Rough(DecoderTarget):
 
     def open(self, prompts: Any, layout: Any, *, guidance: float) -> DecoderSession:
         session = super().open(prompts, layout, guidance=guidance)
-        plain = session.run
+        plain = session.forward
 
         def run(tree: Any, steps: Tensor) -> Any:
             output = plain(tree, steps)
             noise = torch.sin(output.logits * 1000) * (0.3 if tree.size > 2 else 0.0)
             return replace(output, logits=output.logits + noise)
 
-        session.run = run  # type: ignore[method-assign]
+        session.forward = run  # type: ignore[method-assign]
         return session
 
 

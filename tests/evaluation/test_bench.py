@@ -12,11 +12,11 @@ import torch
 from commands import call
 
 from underdraw import Pipeline
-from underdraw.engine.graphs import Direct, Graphs
-from underdraw.evaluation.bench import Bench, Plan, stalled
-from underdraw.evaluation.methods import AR, Method, grid
-from underdraw.evaluation.store import Store
-from underdraw.evaluation.watch import Clock, Memory, Timed
+from underdraw.bench.instrumentation import Clock, Memory, Timed
+from underdraw.bench.methods import AR, Method, grid
+from underdraw.bench.results import Store
+from underdraw.bench.runner import Bench, Plan, stalled
+from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 
 GRID = [
     "--tree",
@@ -182,7 +182,7 @@ def test_keeping_time_changes_nothing(pipe: Pipeline) -> None:
 
 def test_methods_come_back_to_their_captured_passes(pipe: Pipeline, tmp_path: Path) -> None:
     """Where passes are captured, the drafter's clock does not keep them from it, and warming up meets their kinds."""
-    pipe.graphs = Graphs(record=Direct)
+    pipe.graphs = GraphCache(record=EagerPass)
     methods = (Method("chain", "chain:depth=2"), Method("tree", "confidence:depth=2,nodes=5"))
     plan = Plan(methods, (0.0, 1.0), ["a red fox", "a blue cup"])
     bench, store = Bench(pipe, plan, {}), Store(tmp_path / "run")

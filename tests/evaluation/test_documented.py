@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from commands import call
 
-from underdraw.evaluation.presets import PRESETS
-from underdraw.evaluation.weights import WEIGHTS
+from underdraw.bench.presets import PRESETS
+from underdraw.metrics.network_weights import WEIGHTS
 from underdraw.prompts import load_prompts
 
 ROOT = Path(__file__).parents[2]

@@ -13,18 +13,18 @@ import pytest
 import torch
 import toy
 
+from underdraw.bench.engine import fastest
+from underdraw.bench.performance import page, write_page
+from underdraw.bench.replay import Replan, Replay, Trace
+from underdraw.bench.transformers_baseline import transformers_ms
 from underdraw.cli.app import main
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.engine.costs import Costs, affordable, measure, remember, remembered
-from underdraw.engine.graphs import Direct, Graphs
+from underdraw.engine.autotune import PassCosts, measure, remember, remembered, tree_within_budget
+from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 from underdraw.errors import ConfigError
-from underdraw.evaluation.engine import fastest
-from underdraw.evaluation.performance import page, write_page
-from underdraw.evaluation.replay import Replan, Replay, Trace
-from underdraw.models.baseline import transformers_ms
 from underdraw.models.family import Placement
-from underdraw.models.random import SHAPES, shape
+from underdraw.models.random_weights import SHAPES, shape
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import TreePlan
@@ -41,7 +41,7 @@ def test_shapes_have_their_published_sizes(name: str) -> None:
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in Transformer(own.arch).parameters())
     assert abs(count / 1e9 / PARAMETERS[name] - 1) < 0.06
-    assert own.layout.columns >= len(own.arch.outputs or ())
+    assert own.layout.vocab_size >= len(own.arch.outputs or ())
     assert set(SHAPES) == {*PARAMETERS, "toy"}
 
 
@@ -58,7 +58,7 @@ def test_a_replay_accepts_what_the_trace_says(name: str, captured: bool) -> None
     assert sum(accepted) > 0
     of = toy.target(9)
     drafter: Any = {"eagle": toy.eagle(of), "block": toy.block(of), "jacobi": Jacobi()}[name]
-    verifier, graphs = Replay(trace, torch.device("cpu")), Graphs(record=Direct) if captured else None
+    verifier, graphs = Replay(trace, torch.device("cpu")), GraphCache(record=EagerPass) if captured else None
     for _ in range(2):
         verifier.rewind()
         _, histories, steps = toy.run(
@@ -66,7 +66,7 @@ def test_a_replay_accepts_what_the_trace_says(name: str, captured: bool) -> None
         )
         assert [step.accepted for step in steps] == accepted
         assert histories[0].done
-        ends = histories[0].tokens[toy.ROW_ENDS.start :][toy.ROW_ENDS.width :: toy.ROW_ENDS.pitch]
+        ends = histories[0].tokens[toy.ROW_ENDS.start :][toy.ROW_ENDS.width :: toy.ROW_ENDS.row_stride]
         assert set(ends.tolist()) == {toy.ROW_ENDS.row_end}, "forced tokens stay where they belong"
 
 
@@ -161,7 +161,7 @@ def test_the_gpu_session_on_a_toy(tmp_path: Path) -> None:
 def test_costs_of_captured_passes_are_measured_and_remembered(tmp_path: Path) -> None:
     of = toy.target()
     sampler = Sampler(toy.PLAIN, (0,))
-    graphs = Graphs(record=Direct, quantum=64)
+    graphs = GraphCache(record=EagerPass, quantum=64)
     costs = measure(of, toy.eagle(of), Forced(), toy.prompts(1), sampler, 2.0, graphs)
     assert [size for size, _ in costs.curve] == [1, 8, 16, 32, 64, 128]
     assert [width for width, _ in costs.levels] == [1, 4, 12]
@@ -185,8 +185,8 @@ def test_trees_are_as_large_and_deep_as_pays(
     plain: float, level: float, large: float, deepest: int, nodes: int
 ) -> None:
     """A level takes less of a plain pass than its chance to be reached, 0.7 to the power of its depth."""
-    costs = Costs(plain, plain, 0.0, level, ((1, plain), (16, plain), (64, large)), ((1, level), (12, level)))
-    policy = affordable(costs)
+    costs = PassCosts(plain, plain, 0.0, level, ((1, plain), (16, plain), (64, large)), ((1, level), (12, level)))
+    policy = tree_within_budget(costs)
     assert isinstance(policy, Adjacency)
     assert (policy.d_max, policy.nodes) == (deepest, nodes)
     assert policy.d_min <= policy.depth <= policy.d_max

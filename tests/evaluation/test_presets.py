@@ -11,10 +11,10 @@ import pytest
 from commands import call
 from PIL import Image
 
-from underdraw.evaluation.costmodel import check_costs
-from underdraw.evaluation.figures import FIGURES
-from underdraw.evaluation.methods import PLAIN
-from underdraw.evaluation.presets import PRESETS
+from underdraw.bench.cost_fit import check_costs
+from underdraw.bench.figures import FIGURES
+from underdraw.bench.methods import PLAIN
+from underdraw.bench.presets import PRESETS
 from underdraw.registry import policies, verifiers
 
 ROOT = Path(__file__).parents[2]

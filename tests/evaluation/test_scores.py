@@ -14,10 +14,10 @@ from commands import call
 from scipy import linalg
 
 from underdraw.errors import ConfigError
-from underdraw.evaluation import networks
-from underdraw.evaluation.folders import read_folder
-from underdraw.evaluation.scores import clip_score, fid, inception_score, linear_head, precision_recall, similarity
-from underdraw.evaluation.weights import WEIGHTS
+from underdraw.metrics import networks
+from underdraw.metrics.exact_match import read_folder
+from underdraw.metrics.network_weights import WEIGHTS
+from underdraw.metrics.scores import clip_score, fid, inception_score, linear_head, precision_recall, similarity
 
 RANDOM = torch.Generator().manual_seed(0)
 
@@ -101,7 +101,7 @@ class TinyInception(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = torch.nn.Linear(3, 6)
+        self.prefill = torch.nn.Linear(3, 6)
 
     def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert pictures.dtype == torch.uint8

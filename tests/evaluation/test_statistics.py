@@ -12,16 +12,16 @@ import sprites
 import torch
 from commands import call
 
+from recipes.tiny import targets
+from recipes.tiny.compose import Composer, Painter, Recipe
+from recipes.tiny.multi_token_loss import Scorer
 from underdraw import Pipeline
-from underdraw.evaluation import targets
-from underdraw.evaluation.presets import DEFAULT
-from underdraw.evaluation.probe import can_probe, probe
-from underdraw.evaluation.statistics import between_passes, by_depth, correlation, drawn, first_child, losses
-from underdraw.history import History, Law, Step
+from underdraw.bench.acceptance import between_passes, by_depth, correlation, drawn, first_child, losses
+from underdraw.bench.draft_probe import can_probe, probe
+from underdraw.bench.presets import DEFAULT
+from underdraw.history import History, StepResult, TokenStats
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
-from underdraw.training.compose import Composer, Painter, Recipe
-from underdraw.training.foresight import Scorer
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = Layout(3, 4, range(100, 164))
@@ -30,14 +30,14 @@ LAYOUT = Layout(3, 4, range(100, 164))
 def history(lengths: list[int]) -> History:
     """A picture of 3 x 4 codes whose passes accepted so many guesses."""
     made = History(LAYOUT)
-    made.begin(100, Law(2.0, 0.5))
+    made.begin(100, TokenStats(2.0, 0.5))
     step = 0
     for length in lengths:
         count = min(length + 1, LAYOUT.steps - 1 - step)
         tokens = tuple(range(100, 100 + count))
-        laws = tuple(Law(1.0, 0.995) for _ in tokens)
+        token_stats = tuple(TokenStats(1.0, 0.995) for _ in tokens)
         ranks = (0,) * (count - 1)
-        made.write(Step(0, 0, step, count - 1, TreePlan(4, 1, 1, 5), tokens, ranks, 0.1, laws))
+        made.record(StepResult(0, 0, step, count - 1, TreePlan(4, 1, 1, 5), tokens, ranks, 0.1, token_stats))
         step += count
     assert made.done
     return made
@@ -79,7 +79,7 @@ def test_the_probe_says_what_trees_do(small_model: Path, temperature: float) -> 
     assert can_probe(pipe.drafter, pipe, job) and not can_probe(
         Pipeline(pipe.model, drafter="jacobi").drafter, pipe, job
     )
-    steps: list[Step] = []
+    steps: list[StepResult] = []
     out = pipe(
         "a red fox", seed=3, temperature=temperature, callback_on_step_end=lambda *known: steps.append(known[3]["step"])
     )

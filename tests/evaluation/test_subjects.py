@@ -18,16 +18,16 @@ from commands import call
 from torch import Tensor
 from torch.nn import functional as F
 
+from recipes.tiny import combinations, sources, subjects
+from recipes.tiny import imagenet_features as features
+from recipes.tiny.combinations import Combination, Shares, read
+from recipes.tiny.compose import COLOURS, PALETTE, Composer
+from recipes.tiny.data import Pack, is_held_out
+from recipes.tiny.imagenet_features import NORMS, STAGES, Network
+from recipes.tiny.sources import Package, sha256
+from recipes.tiny.subjects import Judge, border_colour, candidates, questions
 from underdraw.errors import CheckpointError, ConfigError
-from underdraw.evaluation import combinations, features, subjects
-from underdraw.evaluation.combinations import Combination, Shares, read
-from underdraw.evaluation.features import NORMS, STAGES, Network
-from underdraw.evaluation.subjects import Judge, border_colour, candidates, questions
 from underdraw.prompts import load_prompts
-from underdraw.training import sources
-from underdraw.training.compose import COLOURS, PALETTE, Composer
-from underdraw.training.data import Pack, is_held_out
-from underdraw.training.sources import Package, sha256
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,13 +127,13 @@ def test_true_pictures_come_first(pack: Pack) -> None:
     for kind in ("training", "held-out", "new pair"):
         own = [one for one in asked if one.set == kind]
         true = judge.paint([one.rows for one in own], [one.colour for one in own])
-        found = judge.verdict(own, true)
+        found = judge.accepted_path(own, true)
         assert found["top1"] == found["other_top1"] == found["colour"] == 1 and found["median_rank"] == 1, kind
         assert found["ranked"] == sum(len(one.rows) for one in own) and found["colour_distance"] < 1
         wrong = [replace(one, rows=tuple((row + 2) % 60 for row in one.rows), colour="black") for one in own]
         wrong = [one for one in wrong if all(pack.pictures[row].subject in names for row in one.rows)]
         if wrong:
-            assert judge.verdict(wrong, true[: len(wrong)])["top1"] < 0.5
+            assert judge.accepted_path(wrong, true[: len(wrong)])["top1"] < 0.5
 
 
 def test_candidates_that_cannot_be_had(pack: Pack) -> None:

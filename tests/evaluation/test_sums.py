@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from underdraw.codes import pack, unpack
+from underdraw.bench.cost_fit import check_costs, measured, predicted
+from underdraw.bench.results import Store
+from underdraw.bench.summary import maps, read_summary, spread, summarise, write_summary
+from underdraw.bench.tables import lines, same_depth
 from underdraw.errors import ConfigError
-from underdraw.evaluation.costmodel import check_costs, measured, predicted
-from underdraw.evaluation.store import Store
-from underdraw.evaluation.summary import maps, read_summary, spread, summarise, write_summary
-from underdraw.evaluation.tables import lines, same_depth
+from underdraw.io import pack_grid, unpack_grid
 
 COSTS = {"prompt": 3.0, "plain": 10.0, "base": 12.0, "node": 0.5, "level": 2.0, "expanded": 0.25}
 
@@ -117,9 +117,9 @@ def test_nothing_measured_is_one_sentence(tmp_path: Path) -> None:
 def test_maps_by_hand(tmp_path: Path) -> None:
     """Two passes: the first drew three cells and kept two guesses, the second one cell and none."""
     cells = {
-        "tree": pack(np.array([[-2, 0], [0, 0], [1, -2]])), "accepted": pack(np.array([[0, 2], [2, 2], [0, 0]])),
-        "rank": pack(np.array([[-1, 0], [3, -1], [-1, -1]])), "depth": pack(np.array([[0, 4], [4, 4], [3, 0]])),
-        "width": pack(np.array([[0, 1], [1, 1], [2, 0]])), "codes": pack(np.zeros((3, 2))),
+        "pass_index": pack_grid(np.array([[-2, 0], [0, 0], [1, -2]])), "accepted": pack_grid(np.array([[0, 2], [2, 2], [0, 0]])),
+        "rank": pack_grid(np.array([[-1, 0], [3, -1], [-1, -1]])), "depth": pack_grid(np.array([[0, 4], [4, 4], [3, 0]])),
+        "width": pack_grid(np.array([[0, 1], [1, 1], [2, 0]])), "codes": pack_grid(np.zeros((3, 2))),
     }  # fmt: skip
     (found,) = maps(store(tmp_path, [row("tree", 0)], cells))
     assert found["lengths"] == [1, 0, 1] and found["ranks"] == [1, 0, 0, 1]
@@ -128,10 +128,10 @@ def test_maps_by_hand(tmp_path: Path) -> None:
 
 def test_codes_come_back() -> None:
     codes = np.random.default_rng(0).integers(0, 2**20, (5, 7))
-    assert np.array_equal(unpack(pack(codes), "here"), codes)
-    for broken in (None, {}, {"rows": 1, "cols": 1, "data": "!"}, {**pack(codes), "rows": 4}):
+    assert np.array_equal(unpack_grid(pack_grid(codes), "here"), codes)
+    for broken in (None, {}, {"rows": 1, "cols": 1, "data": "!"}, {**pack_grid(codes), "rows": 4}):
         with pytest.raises(ConfigError, match="the codes in here are damaged"):
-            unpack(broken, "here")
+            unpack_grid(broken, "here")
 
 
 def test_trees_of_equal_depth() -> None:

@@ -11,7 +11,7 @@ import pytest
 from commands import call
 
 from underdraw.errors import ConfigError
-from underdraw.evaluation.twosample import _kernel, counts, pairs, patterns, two_sample
+from underdraw.metrics.two_sample import _kernel, counts, pairs, patterns, two_sample
 
 
 def pictures(count: int, seed: int, *, repeat: float = 0.0) -> np.ndarray:

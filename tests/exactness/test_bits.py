@@ -12,22 +12,29 @@ import pytest
 import torch
 import toy
 
-from underdraw.drafters.model import Model
+from underdraw.drafters.small_model import SmallModel
 from underdraw.layout import Layout
-from underdraw.nn import rounding
-from underdraw.nn.attention import Visible, attend_in_blocks, windows
-from underdraw.nn.linear import Linear, PanelLinear, arrange, input_major
+from underdraw.nn import row_invariant as rounding
+from underdraw.nn.attention import AttentionMask, attend_cpu, windows
+from underdraw.nn.kv_cache import KVCache
 from underdraw.nn.rope import Rope
-from underdraw.nn.rounding import Rounding, block, padded_rows
-from underdraw.nn.session import DecoderSession, DecoderTarget
-from underdraw.nn.stream import Stream
+from underdraw.nn.row_invariant import (
+    Linear,
+    PackedLinear,
+    RowInvariance,
+    block,
+    input_major,
+    pack_weights,
+    padded_rows,
+)
+from underdraw.nn.target import DecoderSession, DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.plan import MAX_NODES
 from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.confidence import Confidence
 from underdraw.protocols import Prompt
 from underdraw.registry import policies
-from underdraw.tree import ancestry
+from underdraw.tree import ancestor_mask
 
 
 @pytest.fixture(params=[1, 2, 3], ids=["one-thread", "two-threads", "three-threads"])
@@ -61,10 +68,10 @@ def test_a_row_of_a_product_does_not_depend_on_the_other_rows(inputs: int, outpu
 @torch.no_grad()
 def test_panels_give_the_bits_of_input_major_matrices(inputs: int, outputs: int) -> None:
     """For any number of rows; and the state dict holds the matrix as it was."""
-    layer, other = (PanelLinear(inputs, outputs).requires_grad_(False) for _ in range(2))
+    layer, other = (PackedLinear(inputs, outputs).requires_grad_(False) for _ in range(2))
     other.load_state_dict(layer.state_dict())
     before = layer.weight.clone()
-    arrange(layer)
+    pack_weights(layer)
     input_major(other)
     assert layer.weight.shape == (outputs // 32, inputs, 32)
     assert torch.equal(layer.state_dict()["weight"], before)
@@ -74,7 +81,7 @@ def test_panels_give_the_bits_of_input_major_matrices(inputs: int, outputs: int)
         assert torch.equal(layer(x[:count]), everything[:count]), count
     with torch.enable_grad():
         assert torch.allclose(layer(x), everything, atol=1e-4)
-    arrange(layer.to(torch.bfloat16))
+    pack_weights(layer.to(torch.bfloat16))
     assert layer.weight.shape == (outputs, inputs)
 
 
@@ -100,21 +107,24 @@ def test_queries_do_not_depend_on_the_other_queries(heads: int, rows: int) -> No
         bias[:, depth:, committed + node] = 0
         depths[:, node:] = depth
     parts = windows(torch.tensor([committed]), depths, nodes - 1, committed, length, heads, size)
-    together = attend_in_blocks(queries, keys, values, Visible.of(bias, parts, heads, heads))
+    together = attend_cpu(queries, keys, values, AttentionMask.of(bias, parts, heads, heads))
     chosen = torch.cat([torch.arange(committed), committed + path])
     for row in range(rows):
         end = committed + row + 1
         seen = chosen[:end]
         plain = windows(torch.tensor([end - 1]), depths[:, :1], 0, end - 1, end, heads, size)
         own_bias = torch.zeros(1, 1, end)
-        alone = attend_in_blocks(
-            queries[:, row : row + 1], keys[:, :, seen], values[:, seen], Visible.of(own_bias, plain, heads, heads)
+        alone = attend_cpu(
+            queries[:, row : row + 1],
+            keys[:, :, seen],
+            values[:, seen],
+            AttentionMask.of(own_bias, plain, heads, heads),
         )
         assert torch.equal(alone[0, 0], together[0, row])
 
 
-@pytest.mark.parametrize("way", [Rounding(2, 1, 256), Rounding(4, 4, 64), Rounding(16, 16, 64)], ids=str)
-def test_whatever_a_machine_needs_is_done(way: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", [RowInvariance(2, 1, 256), RowInvariance(4, 4, 64), RowInvariance(16, 16, 64)], ids=str)
+def test_whatever_a_machine_needs_is_done(way: RowInvariance, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows and shorter blocks than this machine needs change nothing about the pictures."""
     here = rounding._tried(torch.get_num_threads())
     if way[:2] < here[:2] or way.block > here.block:
@@ -125,7 +135,7 @@ def test_whatever_a_machine_needs_is_done(way: Rounding, monkeypatch: pytest.Mon
     assert padded_rows(5, torch.bfloat16) == 8
     of = toy.target(5)
     settings: dict[str, Any] = {"layout": Layout(20, 20, toy.CODES), "seeds": (3,), "guidance": 3.0}
-    tokens = toy.run(of, Model(of), Adjacency(nodes=64), **settings)[0]
+    tokens = toy.run(of, SmallModel(of), Adjacency(nodes=64), **settings)[0]
     assert torch.equal(tokens, toy.plain(of, **settings))
 
 
@@ -146,7 +156,7 @@ def test_every_architecture_is_exact(name: str) -> None:
     of = toy.target(4, ARCHES[name])
     settings: dict[str, Any] = {"layout": toy.ROW_ENDS, "seeds": (1, 2), "guidance": 2.0}
     expected = toy.plain(of, **settings)
-    for drafter in (Model(of), toy.eagle(of, above=True)):
+    for drafter in (SmallModel(of), toy.eagle(of, above=True)):
         assert torch.equal(toy.run(of, drafter, Confidence(depth=4, top_k=4, nodes=30), **settings)[0], expected)
 
 
@@ -157,7 +167,7 @@ def test_long_images_cross_blocks_of_keys() -> None:
     of = toy.target(5)
     settings: dict[str, Any] = {"layout": layout, "seeds": (3, 4), "guidance": 3.0}
     expected = toy.plain(of, **settings)
-    tokens, histories, _ = toy.run(of, Model(of), Adjacency(nodes=64), **settings)
+    tokens, histories, _ = toy.run(of, SmallModel(of), Adjacency(nodes=64), **settings)
     assert torch.equal(tokens, expected)
     assert histories[0].tokens_per_pass > 5, "long paths are what this is about"
 
@@ -168,7 +178,7 @@ def test_one_head_of_keys_alone_and_in_a_batch() -> None:
     settings: dict[str, Any] = {"layout": Layout(20, 20, toy.CODES), "guidance": 1.0}
     together = toy.plain(of, seeds=(3, 4), **settings)
     assert torch.equal(toy.plain(of, seeds=(3,), **settings), together[:1])
-    assert torch.equal(toy.run(of, Model(of), Adjacency(nodes=64), seeds=(3,), **settings)[0], together[:1])
+    assert torch.equal(toy.run(of, SmallModel(of), Adjacency(nodes=64), seeds=(3,), **settings)[0], together[:1])
 
 
 def test_text_features_as_prefix() -> None:
@@ -186,7 +196,7 @@ def test_text_features_as_prefix() -> None:
 def test_bf16_is_exact_too(policy: str, temperature: float) -> None:
     of = toy.target(7, dtype=torch.bfloat16)
     settings: dict[str, Any] = {"seeds": (1, 2), "guidance": 2.0, "temperature": temperature}
-    assert torch.equal(toy.run(of, Model(of), policies.build(policy), **settings)[0], toy.plain(of, **settings))
+    assert torch.equal(toy.run(of, SmallModel(of), policies.build(policy), **settings)[0], toy.plain(of, **settings))
 
 
 def net() -> Transformer:
@@ -203,17 +213,17 @@ def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill() -> None:
     generator = torch.Generator().manual_seed(2)
     layout, rope = Layout(16, 16, toy.CODES), module.arch.rope
 
-    def factors(steps: torch.Tensor) -> torch.Tensor:
-        return rope.factors(rope.raster(layout, steps, torch.zeros(len(steps), dtype=torch.int64)), torch.float32)
+    def cos_sin(steps: torch.Tensor) -> torch.Tensor:
+        return rope.cos_sin(rope.raster(layout, steps, torch.zeros(len(steps), dtype=torch.int64)), torch.float32)
 
     for _ in range(20):
-        stream = Stream(module, 2, 700)
+        cache = KVCache(module, 2, 700)
         lengths = torch.randint(1, 600, (2,), generator=generator).tolist()
         tokens = torch.randint(4, 36, (2, 600), generator=generator)
 
         longest = max(lengths)
-        turned = factors(torch.arange(longest).expand(2, -1))
-        stream.extend(module.embed(tokens[:, :longest]), turned, torch.tensor(lengths), lengths)
+        split_cos_sin = cos_sin(torch.arange(longest).expand(2, -1))
+        cache.append(module.embed(tokens[:, :longest]), split_cos_sin, torch.tensor(lengths), lengths)
         nodes = int(torch.randint(6, 60, (1,), generator=generator))
         parents = [-1, *(int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes))]
         path = [nodes - 1]
@@ -224,18 +234,18 @@ def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill() -> None:
             depths[node] = depths[parents[node]] + 1
         tree_tokens = torch.randint(4, 36, (2, nodes), generator=generator)
         places = torch.tensor(lengths)[:, None] + depths
-        above = ancestry(torch.tensor([parents]), nodes).expand(2, -1, -1)
-        stream.branch(module.embed(tree_tokens), factors(places), depths.expand(2, -1), above)
+        above = ancestor_mask(torch.tensor([parents]), nodes).expand(2, -1, -1)
+        cache.append_nodes(module.embed(tree_tokens), cos_sin(places), depths.expand(2, -1), above)
         count = len(path)
-        stream.keep(torch.tensor([path, path]), torch.tensor([count, count]), [count, count])
+        cache.compact(torch.tensor([path, path]), torch.tensor([count, count]), [count, count])
         for row, length in enumerate(lengths):
             whole = torch.cat([tokens[row, :length], tree_tokens[row, path]])[None]
-            fresh = Stream(module, 1, 700)
+            fresh = KVCache(module, 1, 700)
             steps = torch.arange(length + count)[None]
-            fresh.extend(module.embed(whole), factors(steps), torch.tensor([length + count]), [length + count])
-            assert stream.known[row] == length + count == int(stream.length[row])
-            assert torch.equal(stream.keys[:, row, :, : length + count], fresh.keys[:, 0, :, : length + count])
-            assert torch.equal(stream.values[:, row, :, : length + count], fresh.values[:, 0, :, : length + count])
+            fresh.append(module.embed(whole), cos_sin(steps), torch.tensor([length + count]), [length + count])
+            assert cache.host_lengths[row] == length + count == int(cache.length[row])
+            assert torch.equal(cache.keys[:, row, :, : length + count], fresh.keys[:, 0, :, : length + count])
+            assert torch.equal(cache.values[:, row, :, : length + count], fresh.values[:, 0, :, : length + count])
 
 
 @torch.no_grad()
@@ -247,9 +257,9 @@ def test_the_decoder_equals_a_plain_one() -> None:
     tokens = torch.randint(4, 36, (2, 50), generator=torch.Generator().manual_seed(3))
     steps = torch.arange(50).expand(2, 50)
     rotation = module.arch.rope.raster(Layout(16, 16, toy.CODES), steps, torch.zeros(2, dtype=torch.int64))
-    stream = Stream(module, 2, 64)
-    factors = module.arch.rope.factors(rotation, torch.float32)
-    ours = stream.extend(module.embed(tokens), factors, torch.tensor([50, 50]), [50, 50])
+    cache = KVCache(module, 2, 64)
+    cos_sin = module.arch.rope.cos_sin(rotation, torch.float32)
+    ours = cache.append(module.embed(tokens), cos_sin, torch.tensor([50, 50]), [50, 50])
     assert torch.allclose(ours, module(module.embed(tokens), rotation, causal), atol=1e-5)
 
 
@@ -257,18 +267,18 @@ def test_the_decoder_equals_a_plain_one() -> None:
 def test_guidance() -> None:
     """u + s (c - u); at 1 the unconditional row is not even there."""
     of, prompts = toy.target(8), toy.prompts(1)
-    cond = DecoderSession(of, prompts, toy.PLAIN, 1.0).first.logits
-    uncond = DecoderSession(of, [Prompt(prompts[0].unconditional or ())], toy.PLAIN, 1.0).first.logits
-    guided = DecoderSession(of, prompts, toy.PLAIN, 3.0).first.logits
-    assert torch.allclose(guided, uncond + 3.0 * (cond - uncond), atol=1e-5)
-    assert DecoderSession(of, prompts, toy.PLAIN, 1.0).stream.length.shape == (1,)
+    cond = DecoderSession(of, prompts, toy.PLAIN, 1.0).prefill.logits
+    uncond = DecoderSession(of, [Prompt(prompts[0].unconditional or ())], toy.PLAIN, 1.0).prefill.logits
+    apply_guidance = DecoderSession(of, prompts, toy.PLAIN, 3.0).prefill.logits
+    assert torch.allclose(apply_guidance, uncond + 3.0 * (cond - uncond), atol=1e-5)
+    assert DecoderSession(of, prompts, toy.PLAIN, 1.0).cache.length.shape == (1,)
 
 
 def test_weights_can_be_loaded_into_panels() -> None:
     """A checkpoint holds plain matrices; a net that is arranged already takes them up and stays arranged."""
     first, second = (toy.target(seed=seed).net for seed in (1, 2))
     for net in (first, second):
-        arrange(net)
+        pack_weights(net)
     assert first.blocks[0].qkv.weight.ndim == 3  # type: ignore[union-attr]
     second.load_state_dict(first.state_dict())
     for one, other in zip(first.parameters(), second.parameters(), strict=True):

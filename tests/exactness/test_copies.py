@@ -14,11 +14,11 @@ import toy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.drafters.model import Model
 from underdraw.drafters.neighbour import Neighbour
+from underdraw.drafters.small_model import SmallModel
 from underdraw.registry import policies, verifiers
 from underdraw.verifiers.lantern import Lantern
-from underdraw.verifiers.trail import Trail
+from underdraw.verifiers.tree_walk import TreeWalk
 
 WAITING = {
     f"aten::{name}"
@@ -60,7 +60,7 @@ def drafters() -> dict[str, Any]:
     return {
         "eagle": toy.eagle(of, above=True),
         "block": toy.block(of),
-        "model": Model(of),
+        "model": SmallModel(of),
         "jacobi": Jacobi(),
         "neighbour": Neighbour(),
     }
@@ -78,9 +78,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "policy", "verifier", "laws"), CASES, ids=lambda part: str(part))
-def test_one_copy_a_pass(name: str, policy: str, verifier: str, laws: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trail, "at_once", lambda on: True)  # as on a device
+@pytest.mark.parametrize(("name", "policy", "verifier", "token_stats"), CASES, ids=lambda part: str(part))
+def test_one_copy_a_pass(
+    name: str, policy: str, verifier: str, token_stats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TreeWalk, "at_once", lambda on: True)  # as on a device
     copies = 0
     plain = torch.Tensor.tolist
 
@@ -96,7 +98,7 @@ def test_one_copy_a_pass(name: str, policy: str, verifier: str, laws: str, monke
     with Watch() as watch:
         _, histories, _ = toy.run(
             toy.target(), drafters()[name], policies.build(policy), verifier=check, layout=toy.ROW_ENDS, guidance=2.0,
-            laws=laws,
+            token_stats=token_stats,
         )  # fmt: skip
     assert watch.waited == []
     opening = 2  # the seeds, and the first tokens

@@ -16,24 +16,24 @@ import toy
 from tape import Tape
 
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.engine.graphs import Direct, Graphs, compiled_regions
+from underdraw.engine.cuda_graphs import EagerPass, GraphCache, compiled_regions
 from underdraw.errors import ConfigError
-from underdraw.nn.regions import PLAIN
-from underdraw.nn.transformer import Block
-from underdraw.plan import MAX_NODES, SIZES, TreePlan, padded_size
+from underdraw.nn.layer_functions import PLAIN
+from underdraw.nn.transformer import DecoderLayer
+from underdraw.plan import BUCKET_SIZES, MAX_NODES, TreePlan, bucket_size
 from underdraw.protocols import Prompt
 from underdraw.registry import policies, verifiers
 from underdraw.verifiers.lantern import Lantern
-from underdraw.verifiers.trail import Trail
+from underdraw.verifiers.tree_walk import TreeWalk
 
 
 @pytest.fixture(autouse=True)
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trail, "at_once", lambda on: True)
+    monkeypatch.setattr(TreeWalk, "at_once", lambda on: True)
 
 
-def graphs(**options: Any) -> Graphs:
-    return Graphs(record=Tape, quantum=64, **options)
+def graphs(**options: Any) -> GraphCache:
+    return GraphCache(record=Tape, quantum=64, **options)
 
 
 @pytest.mark.parametrize(("name", "policy", "batch", "layout"), captured.CASES)
@@ -51,7 +51,7 @@ def test_captured_equals_plain(name: str, policy: str, batch: str, layout: str) 
         {"temperature": 0.7, "top_k": 12},
         {"top_p": 0.8},
         {"guidance": 1.0},
-        {"laws": "keep"},
+        {"token_stats": "keep"},
     ],
     ids=str,
 )
@@ -59,7 +59,7 @@ def test_every_setting(settings: dict[str, Any]) -> None:
     captured.check(toy.target(), graphs(), "eagle-above", "adjacency:nodes=24", seeds=(1, 2), **settings)
 
 
-@pytest.mark.parametrize("smallest", SIZES)
+@pytest.mark.parametrize("smallest", BUCKET_SIZES)
 def test_every_bucket(smallest: int) -> None:
     """Plain decoding through every padded size."""
     captured.check(toy.target(), graphs(smallest=smallest), "forced", "none", seeds=(3,), guidance=2.0)
@@ -120,9 +120,9 @@ def test_few_sets_of_buffers_are_kept() -> None:
 
 def test_a_session_that_cannot_be_captured_still_draws() -> None:
     of, kept = toy.target(), graphs()
-    from underdraw.drafters.model import Model
+    from underdraw.drafters.small_model import SmallModel
 
-    own = toy.Adversary(Model(of))
+    own = toy.Adversary(SmallModel(of))
     assert torch.equal(toy.run(of, own, policies.build("chain"), graphs=kept)[0], toy.plain(of))
     assert kept.kept == {}
 
@@ -164,7 +164,7 @@ def test_regions_are_compiled_once_for_all_layers() -> None:
 
 def test_compiled_passes_draw_the_same() -> None:
     torch._dynamo.reset()
-    kept = Graphs(record=Direct, regions=compiled_regions("aot_eager"))
+    kept = GraphCache(record=EagerPass, regions=compiled_regions("aot_eager"))
     captured.check(toy.target(), kept, "eagle", "chain:depth=3", seeds=(3,), guidance=2.0)
     torch._dynamo.reset()
 
@@ -173,7 +173,7 @@ def test_prompts_are_not_compiled() -> None:
     """Their lengths differ, and compiling takes seconds."""
     of, sizes = toy.target(), set()
 
-    def leave(block: Block, norm: torch.nn.Module, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def leave(block: DecoderLayer, norm: torch.nn.Module, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         sizes.add(x.shape[1])
         return PLAIN.leave(block, norm, x, attended)
 
@@ -190,11 +190,11 @@ def test_plans_are_rounded_to_few() -> None:
     for depth in range(1, 11):
         for width in range(1, 13):
             plan = TreePlan(depth, width, width, 59)
-            larger = plan.rounded()
+            larger = plan.bucketed()
             assert larger.depth == depth and larger.width >= width and larger.branch >= width
-            assert padded_size(larger.nodes) == padded_size(plan.nodes)
+            assert bucket_size(larger.nodes) == bucket_size(plan.nodes)
             rounded.add(larger)
     assert len(rounded) <= 60
-    assert [padded_size(count) for count in (1, 3, 9, 65, MAX_NODES)] == [1, 4, 16, 128, 128]
+    assert [bucket_size(count) for count in (1, 3, 9, 65, MAX_NODES)] == [1, 4, 16, 128, 128]
     with pytest.raises(ConfigError):
         TreePlan(2, 1, 1, MAX_NODES + 1)

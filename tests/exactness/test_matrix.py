@@ -17,8 +17,8 @@ import torch
 import toy
 
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.drafters.model import Model
 from underdraw.drafters.neighbour import Neighbour
+from underdraw.drafters.small_model import SmallModel
 from underdraw.registry import policies
 
 POLICIES = (
@@ -68,9 +68,9 @@ def drafter(name: str) -> Any:
         "eagle-above": lambda: toy.eagle(of, above=True),
         "eagle-deep": lambda: toy.eagle(of, above=True, layers=2),
         "block": lambda: toy.block(of),
-        "small-model": lambda: Model(toy.target(3, toy.arch(layers=1))),
-        "perfect": lambda: Model(of),
-        "adversary": lambda: toy.Adversary(Model(of)),
+        "small-model": lambda: SmallModel(toy.target(3, toy.arch(layers=1))),
+        "perfect": lambda: SmallModel(of),
+        "adversary": lambda: toy.Adversary(SmallModel(of)),
         "jacobi-left": lambda: Jacobi(init="left"),
         "jacobi-above": lambda: Jacobi(window=6),
         "jacobi-random": lambda: Jacobi(init="random"),

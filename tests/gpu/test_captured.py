@@ -13,8 +13,8 @@ import selecting
 import torch
 import toy
 
+from underdraw.engine.cuda_graphs import GraphCache, GraphRunner, compiled_regions
 from underdraw.engine.decode import decode
-from underdraw.engine.graphs import Captured, Graphs, compiled_regions
 from underdraw.history import History
 from underdraw.nn.attention import Kernel
 from underdraw.plan import SIZES
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_graphs_equal_plain(name: str, policy: str, batch: str, layout: str) -> None:
     """The plain pictures are drawn without graphs."""
     captured.check(
-        toy.target(device="cuda"), Graphs(quantum=64), name, policy, layout=captured.LAYOUTS[layout],
+        toy.target(device="cuda"), GraphCache(quantum=64), name, policy, layout=captured.LAYOUTS[layout],
         seeds=captured.BATCHES[batch], guidance=2.0,
     )  # fmt: skip
 
@@ -38,39 +38,44 @@ def test_graphs_equal_plain(name: str, policy: str, batch: str, layout: str) -> 
 @pytest.mark.parametrize("kernel", ["fused", "products", "split"])
 def test_every_bucket(smallest: int, kernel: Kernel) -> None:
     of = toy.target(architecture=toy.arch(dim=64), device="cuda")  # heads as wide as a matrix unit needs them
-    captured.check(of, Graphs(smallest=smallest, kernel=kernel), "forced", "none", seeds=(3,), guidance=2.0)
+    captured.check(of, GraphCache(smallest=smallest, kernel=kernel), "forced", "none", seeds=(3,), guidance=2.0)
 
 
 def test_eight_pictures_at_once() -> None:
     captured.check(
-        toy.target(device="cuda"), Graphs(), "eagle-above", "adjacency:nodes=24", seeds=tuple(range(8)), guidance=2.0
+        toy.target(device="cuda"),
+        GraphCache(),
+        "eagle-above",
+        "adjacency:nodes=24",
+        seeds=tuple(range(8)),
+        guidance=2.0,
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_split_attention_is_attention(dtype: torch.dtype) -> None:
-    from underdraw.nn.split import attend_split
+    from underdraw.kernels.tree_attention import tree_attention
 
     for case in attending.CASES:
-        attending.check(case, attend_split, torch.device("cuda"), dtype, 1e-4 if dtype == torch.float32 else 3e-2)
+        attending.check(case, tree_attention, torch.device("cuda"), dtype, 1e-4 if dtype == torch.float32 else 3e-2)
 
 
 @pytest.mark.parametrize("options", [{"kv_heads": 2}, {"qk_norm": "layer", "qk_norm_heads": "per_head"}], ids=str)
 def test_other_architectures(options: dict[str, Any]) -> None:
     of = toy.target(architecture=toy.arch(**options), device="cuda")
-    captured.check(of, Graphs(), "model", "confidence:depth=3,top_k=4,nodes=12", seeds=(3,), guidance=2.0)
+    captured.check(of, GraphCache(), "model", "confidence:depth=3,top_k=4,nodes=12", seeds=(3,), guidance=2.0)
 
 
 @pytest.mark.parametrize("seeds", [(3,), (3, 4, 5, 6)], ids=["one", "four"])
 def test_compiled_regions_equal_plain(seeds: tuple[int, ...]) -> None:
-    graphs = Graphs(regions=compiled_regions())
+    graphs = GraphCache(regions=compiled_regions())
     captured.check(toy.target(device="cuda"), graphs, "eagle-above", "chain:depth=3", seeds=seeds, guidance=2.0)
 
 
 @pytest.mark.parametrize("name", ["forced", "eagle-above", "block", "jacobi"])
 def test_one_copy_a_pass_and_no_other_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's sync debug mode is on but for the one copy, once everything that a picture needs has been captured."""
-    of, graphs = toy.target(device="cuda"), Graphs()
+    of, graphs = toy.target(device="cuda"), GraphCache()
     own, policy = captured.drafter(name, of), policies.build("none" if name == "forced" else "chain:depth=3")
     copies, plain = 0, torch.Tensor.tolist
 
@@ -107,7 +112,7 @@ def test_one_copy_a_pass_and_no_other_wait(name: str, monkeypatch: pytest.Monkey
 
 
 def test_memory_does_not_grow_over_50_pictures() -> None:
-    of, graphs = toy.target(device="cuda"), Graphs()
+    of, graphs = toy.target(device="cuda"), GraphCache()
     own = toy.eagle(of, above=True)
     trees = itertools.cycle([policies.build("chain:depth=3"), policies.build("confidence:depth=3,top_k=4,nodes=12")])
     held = []
@@ -116,7 +121,7 @@ def test_memory_does_not_grow_over_50_pictures() -> None:
         torch.cuda.synchronize()
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert max(held[25:]) <= max(held[:25]), "what the first pictures needed is enough for all"
-    assert all(isinstance(passes, Captured) for passes in graphs.kept.values())
+    assert all(isinstance(passes, GraphRunner) for passes in graphs.kept.values())
 
 
 def test_half_precision_draws() -> None:
@@ -124,7 +129,7 @@ def test_half_precision_draws() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         of = toy.target(device="cuda", dtype=dtype)
         own, tree = captured.drafter("model", of), policies.build("chain:depth=3")
-        drawn = toy.run(of, own, tree, graphs=Graphs(), seeds=(1, 2), guidance=2.0)[0]
+        drawn = toy.run(of, own, tree, graphs=GraphCache(), seeds=(1, 2), guidance=2.0)[0]
         assert bool(((drawn >= toy.CODES.start) & (drawn < toy.CODES.stop)).all())
 
 
@@ -132,7 +137,7 @@ def test_graphs_that_nobody_holds_do_not_spoil_a_capture() -> None:
     """Freeing a graph while another is captured is an error, and the collector frees them whenever it likes."""
     of, own = toy.target(device="cuda"), toy.eagle(toy.target(device="cuda"))
     for _ in range(3):  # garbage in circles, of which graphs are a part
-        old = Graphs()
+        old = GraphCache()
         toy.run(of, own, policies.build("chain"), graphs=old)
         for passes in old.kept.values():
             passes.graphs.circle = passes  # type: ignore[attr-defined]
@@ -140,7 +145,7 @@ def test_graphs_that_nobody_holds_do_not_spoil_a_capture() -> None:
     threshold = gc.get_threshold()
     gc.set_threshold(1, 1, 1)
     try:
-        captured.check(of, Graphs(), "eagle", "chain:depth=3", seeds=(3,))
+        captured.check(of, GraphCache(), "eagle", "chain:depth=3", seeds=(3,))
     finally:
         gc.set_threshold(*threshold)
 

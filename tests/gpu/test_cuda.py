@@ -7,8 +7,8 @@ import torch
 import toy
 
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.drafters.model import Model
 from underdraw.drafters.neighbour import Neighbour
+from underdraw.drafters.small_model import SmallModel
 from underdraw.registry import policies
 from underdraw.sampling import gumbel
 
@@ -29,5 +29,5 @@ def test_speculative_equals_plain(layout: object, temperature: float, seeds: tup
     of = toy.target(device="cuda")
     settings = {"layout": layout, "temperature": temperature, "seeds": seeds, "guidance": 2.0}
     expected = toy.plain(of, **settings)
-    for drafter in (toy.eagle(of, above=True), toy.block(of), Model(of), Jacobi(), Neighbour()):
+    for drafter in (toy.eagle(of, above=True), toy.block(of), SmallModel(of), Jacobi(), Neighbour()):
         assert torch.equal(toy.run(of, drafter, policies.build(policy), **settings)[0], expected)  # type: ignore[arg-type]

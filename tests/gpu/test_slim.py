@@ -29,30 +29,30 @@ def test_products_of_any_shape_are_the_product(rows: int) -> None:
 
 
 def test_a_chain_has_the_bits_of_its_tokens_alone() -> None:
-    from underdraw.nn import slim
+    from underdraw.kernels import fused_layer as slim
+    from underdraw.nn.kv_cache import KVCache
     from underdraw.nn.rope import Rope
-    from underdraw.nn.stream import Stream
     from underdraw.nn.transformer import Arch, Transformer
 
     torch.manual_seed(0)
     rope, known, count = Rope.one_axis(64), 300, 8
     net = Transformer(Arch(256, 3, 4, 512, 64, rope, qk_norm="rms")).to("cuda", torch.bfloat16).requires_grad_(False)
     x = torch.randn(2, known + count, 256, device="cuda", dtype=torch.bfloat16)
-    factors = rope.factors(rope.prompt(known + count, x.device), x.dtype).expand(2, -1, -1, -1)
+    cos_sin = rope.cos_sin(rope.prompt(known + count, x.device), x.dtype).expand(2, -1, -1, -1)
 
-    def begun() -> Stream:
-        stream = Stream(net, 2, 512)
+    def begun() -> KVCache:
+        cache = KVCache(net, 2, 512)
         counts = torch.full((2,), known, device="cuda")
-        stream.extend(x[:, :known], factors[:, :known], counts, [known, known])
-        stream.regions, stream.kernel = slim.REGIONS, "split"
-        return stream
+        cache.append(x[:, :known], cos_sin[:, :known], counts, [known, known])
+        cache.regions, cache.kernel = slim.REGIONS, "split"
+        return cache
 
     order = torch.arange(count, device="cuda")
-    chain = begun().branch(x[:, known:], factors[:, known:], order[None], (order[:, None] >= order)[None])
-    stream, root = begun(), torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    chain = begun().append_nodes(x[:, known:], cos_sin[:, known:], order[None], (order[:, None] >= order)[None])
+    cache, root = begun(), torch.zeros(1, 1, dtype=torch.int64, device="cuda")
     for node in range(count):
         here = slice(known + node, known + node + 1)
-        alone = stream.branch(x[:, here], factors[:, here], root, root[None] == 0)
-        stream.keep(root.expand(2, 1), torch.ones_like(stream.length), [1, 1])
+        alone = cache.append_nodes(x[:, here], cos_sin[:, here], root, root[None] == 0)
+        cache.compact(root.expand(2, 1), torch.ones_like(cache.length), [1, 1])
         assert torch.equal(alone[:, 0], chain[:, node])
         assert torch.equal(slim.logits(net, alone)[:, 0], slim.logits(net, chain)[:, node])

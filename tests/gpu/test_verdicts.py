@@ -10,11 +10,11 @@ import pytest
 import torch
 import toy
 
-from underdraw.engine.graphs import Graphs
+from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.plan import TreePlan
 from underdraw.registry import policies
 from underdraw.sampling import Sampler
-from underdraw.tree import DraftTree, Proposal, Verdict, grow
+from underdraw.tree import AcceptedPath, DraftTree, Proposal, grow_tree
 from underdraw.verifiers.lantern import Lantern
 from underdraw.verifiers.rejection import Rejection
 
@@ -36,7 +36,7 @@ def bound(verifier: Any, device: str) -> Any:
 @pytest.mark.parametrize(("verifier", "proposal", "temperature"), CASES, ids=IDS)
 @pytest.mark.parametrize("tree", ["chain:depth=3", "adjacency:nodes=12,d_max=6"])
 def test_captured_passes_draw_the_same(verifier: Any, proposal: Proposal, temperature: float, tree: str) -> None:
-    of, kept = toy.target(device="cuda"), Graphs()
+    of, kept = toy.target(device="cuda"), GraphCache()
     own, policy = toy.eagle(of, above=True), policies.build(tree)
     given: dict[str, Any] = {"verifier": bound(verifier, "cuda"), "proposal": proposal, "temperature": temperature}
     given.update(seeds=(4, 5), layout=toy.ROW_ENDS)
@@ -58,17 +58,19 @@ def test_verdicts_are_those_of_a_cpu(verifier: Any, proposal: Proposal, temperat
     plan = TreePlan(4, 3, 5, 20)
     sampler = Sampler(layout, range(batch), temperature=temperature)
     start = torch.arange(batch) + layout.start
-    draws = sampler.draws(start, plan.depth + 1)
-    tree = grow(
+    noise_window = sampler.noise_window(start, plan.depth + 1)
+    tree = grow_tree(
         lambda level: 2 * torch.randn(*level.tokens.shape, codes, generator=generator),
-        torch.full((batch,), toy.CODES.start), plan, draws, proposal=proposal,
+        torch.full((batch,), toy.CODES.start), plan, noise_window, proposal=proposal,
     ).padded(32)  # fmt: skip
     logits = torch.randn(batch, tree.size, codes, generator=generator)
-    place = tree.parents.clamp(min=0) * codes + layout.columns_of(tree.tokens).clamp(0, codes - 1)
+    place = tree.parents.clamp(min=0) * codes + layout.vocab_indices(tree.tokens).clamp(0, codes - 1)
     logits.flatten(1).scatter_add_(1, place, 3.0 * (tree.depths > 0))  # children are likely
-    own: Verdict = bound(verifier, "cpu").verify(tree, logits, draws)
-    there = Sampler(layout, range(batch), temperature=temperature, device="cuda").draws(start.cuda(), plan.depth + 1)
-    found: Verdict = bound(verifier, "cuda").verify(moved(tree, "cuda"), logits.cuda(), there)
+    own: AcceptedPath = bound(verifier, "cpu").verify(tree, logits, noise_window)
+    there = Sampler(layout, range(batch), temperature=temperature, device="cuda").noise_window(
+        start.cuda(), plan.depth + 1
+    )
+    found: AcceptedPath = bound(verifier, "cuda").verify(moved(tree, "cuda"), logits.cuda(), there)
     width = own.path.shape[1]
     assert own.length.amax() > 1
     assert torch.equal(found.length.cpu(), own.length) and torch.equal(found.next_token.cpu(), own.next_token)

@@ -13,7 +13,7 @@ from along import Case
 from torch import Tensor
 
 from underdraw.errors import CheckpointError
-from underdraw.models.family import Size
+from underdraw.models.family import ImageSize
 from underdraw.protocols import Prompt
 
 WORDS = "a red fox"
@@ -122,7 +122,7 @@ def test_anole_without_text_tokenizer(tmp_path: Path) -> None:
 
 def test_lumina_rows(lumina: Case) -> None:
     """An order with the size, then the separator; without words the row starts at the image itself."""
-    model, size = lumina.model, Size(96, 160)
+    model, size = lumina.model, ImageSize(96, 160)
     prompt = model.prompt(WORDS, None, size)
     assert prompt.unconditional == ()
     assert model.layout(size).prologue == (8197, 8804 + 3, 8804 + 5)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from underdraw.errors import CheckpointError
 from underdraw.models.emu3 import NEGATIVE, sizes
-from underdraw.models.family import Size
+from underdraw.models.family import ImageSize
 from underdraw.pipeline import Pipeline
 
 WORDS = "a red fox"
@@ -58,8 +58,8 @@ def test_logits(emu3: Case) -> None:
 
 
 @pytest.mark.parametrize("tree", ["none", "adjacency"])
-@pytest.mark.parametrize("size", [Size(32, 32), Size(24, 40)])
-def test_greedy_pictures_are_those_of_transformers(emu3: Case, tree: str, size: Size) -> None:
+@pytest.mark.parametrize("size", [ImageSize(32, 32), ImageSize(24, 40)])
+def test_greedy_pictures_are_those_of_transformers(emu3: Case, tree: str, size: ImageSize) -> None:
     """Its own loop with unbatched guidance and tokens allowed by place, as its authors run it."""
     model = emu3.model
     layout, prompt = model.layout(size), model.prompt(WORDS, "blue ice", size)

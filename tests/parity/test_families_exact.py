@@ -12,8 +12,8 @@ import toy
 from along import Case
 
 from underdraw.drafters.eagle import Eagle
-from underdraw.drafters.storage import SHARED, build
-from underdraw.models.drafter import open_drafter
+from underdraw.drafters.loading import SHARED, build
+from underdraw.models.published_drafters import open_drafter
 from underdraw.pipeline import Pipeline
 
 FAMILIES = ("anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3")

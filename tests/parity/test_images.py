@@ -12,8 +12,8 @@ from along import CPU
 from vqgans import vqgan_shapes
 
 from underdraw.errors import CheckpointError, ConfigError
-from underdraw.models.images import CHAMELEON, LLAMAGEN, Naming, load_vqgan
-from underdraw.nn.vqgan import VQGAN, VQArch
+from underdraw.models.vqgan_checkpoint import CHAMELEON, LLAMAGEN, Naming, load_vqgan
+from underdraw.tokenizers.vqgan import VQGAN, VQArch
 
 KINDS = {"chameleon": CHAMELEON, "llamagen": LLAMAGEN}
 SHAPES = {
@@ -53,13 +53,13 @@ def test_decode_and_encode(tmp_path: Path, name: str) -> None:
 def test_either_order_of_levels_and_any_prefix(tmp_path: Path) -> None:
     """The hub's copy of Chameleon's tokenizer may count its decoder's levels as they run, and have a prefix."""
     state = write(tmp_path / "vq.pt", "chameleon", (32, 32, 64))
-    turned = {}
+    split_cos_sin = {}
     for name, value in state.items():
         parts = name.split(".")
         if name.startswith("decoder.up."):
             parts[2] = str(2 - int(parts[2]))
-        turned["model.vqmodel." + ".".join(parts)] = value
-    torch.save(turned, tmp_path / "turned.pt")
+        split_cos_sin["model.vqmodel." + ".".join(parts)] = value
+    torch.save(split_cos_sin, tmp_path / "turned.pt")
     codes = torch.arange(4).view(1, 2, 2)
     images = [load(tmp_path / name, "chameleon").decode(codes) for name in ("vq.pt", "turned.pt")]
     assert torch.equal(*images)

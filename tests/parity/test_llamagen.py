@@ -13,9 +13,9 @@ from along import Case
 from torch import Tensor
 
 from underdraw.errors import CheckpointError, ConfigError
-from underdraw.models.captions import clean
-from underdraw.models.labels import labels
-from underdraw.nn.stream import Stream
+from underdraw.models.imagenet_classes import labels
+from underdraw.models.t5_text import clean
+from underdraw.nn.kv_cache import KVCache
 
 HEADS, SIDE = published.LLAMAGEN["heads"], 4
 
@@ -30,7 +30,7 @@ def padded(features: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([torch.zeros(120 - count, features.shape[1]), features]), torch.arange(120) >= 120 - count
 
 
-def guided(state: dict[str, Tensor], features: Tensor, codes: Tensor, scale: float) -> Tensor:
+def apply_guidance(state: dict[str, Tensor], features: Tensor, codes: Tensor, scale: float) -> Tensor:
     rows, mask = padded(features)
     prefix = [reference.llamagen_prefix(state, part) for part in (rows, state["cls_embedding.uncond_embedding"])]
     cond, uncond = (reference.llamagen_logits(state, part, mask, codes, SIDE, HEADS) for part in prefix)
@@ -58,7 +58,7 @@ def test_text_logits(t2i: Case, words: str, scale: float) -> None:
     prompt, codes = t2i.model.prompt(words, None, t2i.model.sizes[0]), drawn(11)
     assert isinstance(prompt.condition, Tensor)
     ours = along.logits_along(t2i.model, prompt, t2i.model.layout(t2i.model.sizes[0]), codes, scale)
-    torch.testing.assert_close(ours, guided(t2i.source, prompt.condition, codes, scale), atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(ours, apply_guidance(t2i.source, prompt.condition, codes, scale), atol=2e-4, rtol=1e-5)
 
 
 def test_the_conversion_is_the_same_model(t2i: Case, converted: Case) -> None:
@@ -145,9 +145,9 @@ def test_padding_stays_zero_and_the_prefix_collapses(t2i: Case) -> None:
     hidden = reference.llamagen_hidden(t2i.source, prefix, table, HEADS, reference.llamagen_visible(mask, 120))
     assert all(not layer[~mask].any() for layer in hidden)
     x = t2i.model.target.projection(rows)[None]
-    factors = net.arch.rope.factors(net.arch.rope.prompt(116, x.device), x.dtype)[None]
+    cos_sin = net.arch.rope.cos_sin(net.arch.rope.prompt(116, x.device), x.dtype)[None]
     with torch.no_grad():
-        alone = Stream(net, 1, 256).extend(x[:, :116], factors, torch.tensor([116]), [116])
+        alone = KVCache(net, 1, 256).append(x[:, :116], cos_sin, torch.tensor([116]), [116])
     assert not alone.any()
 
 

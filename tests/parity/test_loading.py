@@ -18,11 +18,12 @@ from along import Case
 from safetensors.torch import load_file, save_file
 
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
-from underdraw.loading import load_model
-from underdraw.models import chameleon, emu3, hf, janus
+from underdraw.models import chameleon, emu3, janus
+from underdraw.models import transformers_layout as hf
 from underdraw.models.checkpoint import Checkpoint, Hub, on_hub, open_checkpoint
-from underdraw.models.family import Size
-from underdraw.nn.linear import Linear
+from underdraw.models.family import ImageSize
+from underdraw.models.loading import load_model
+from underdraw.nn.row_invariant import Linear
 from underdraw.pipeline import Pipeline
 
 
@@ -132,8 +133,8 @@ def test_sizes_that_a_family_does_not_draw(anole: Case, lumina: Case) -> None:
         anole.model.size(500, None)
     with pytest.raises(ConfigError, match=r"use 128x128, .*96x160"):
         lumina.model.size(128, 256)
-    assert lumina.model.size(96, 160) == Size(96, 160)
-    assert lumina.model.size(None, None) == Size(128, 128)
+    assert lumina.model.size(96, 160) == ImageSize(96, 160)
+    assert lumina.model.size(None, None) == ImageSize(128, 128)
 
 
 def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -245,8 +246,8 @@ def test_another_number_format(t2i: Case) -> None:
 MEMORY = """
 import sys, torch
 from pathlib import Path
-from underdraw.loading import load_model
-from underdraw.models import weights
+from underdraw.models.loading import load_model
+from underdraw.models import weight_map as weights
 from underdraw.models.checkpoint import Checkpoint, open_checkpoint
 from underdraw.models.family import Placement
 

@@ -20,53 +20,53 @@ from underdraw.layout import Layout
 from underdraw.models import chameleon, lumina
 from underdraw.models.anole import describe
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import Size
+from underdraw.models.family import ImageSize
 from underdraw.nn.rope import Rope
-from underdraw.nn.session import guided
+from underdraw.nn.target import apply_guidance
 from underdraw.nn.transformer import Arch, Transformer, causal
 from underdraw.plan import TreePlan
 from underdraw.policies.fixed import Static
 from underdraw.sampling import Sampler
-from underdraw.tree import Level, grow
+from underdraw.tree import Frontier, grow_tree
 
 
 def test_ids(lumina: Case) -> None:
     """Oracle 1."""
     layout = lumina.model.layout(lumina.model.sizes[0])
-    assert layout.tokens(0) == 4 and layout.tokens(8191) == 8195
-    assert layout.columns_of(4) == 0 and layout.columns_of(8195) == 8191
+    assert layout.token_ids(0) == 4 and layout.token_ids(8191) == 8195
+    assert layout.vocab_indices(4) == 0 and layout.vocab_indices(8195) == 8191
     assert layout.row_end == 8803 and chameleon.SEPARATOR == 8710
 
 
 @pytest.mark.parametrize(("side", "token"), [(512, 8820), (768, 8828), (1024, 8836)])
 def test_size_tokens(side: int, token: int) -> None:
-    assert lumina.layout(Size(side, side)).prologue == (8197, token, token)
+    assert lumina.layout(ImageSize(side, side)).prologue == (8197, token, token)
 
 
 def test_lumina_lengths() -> None:
     """Oracle 2: 2352 cells and row ends, 2353 with the end, 2356 with the header, 2357 with the separator."""
-    layout = lumina.layout(Size(768, 768))
-    assert layout.pitch * layout.height == 2352
+    layout = lumina.layout(ImageSize(768, 768))
+    assert layout.row_stride * layout.height == 2352
     assert layout.steps - len(layout.prologue) - 1 == 2353
     assert layout.steps - 1 == 2356 and layout.steps == 2357
     assert layout.epilogue == (8196, 8710)
-    ends = [step for step in range(3, 3 + 2352) if layout.forced(step)]
+    ends = [step for step in range(3, 3 + 2352) if layout.is_row_end(step)]
     assert ends == [3 + 48 + 49 * row for row in range(48)]
 
 
 def test_lumina_sizes() -> None:
     """The staircase of sides, in patches of 32, around the hyperbola of the target's area; none longer than 4:1."""
     found = lumina.sizes(768)
-    assert found[0] == Size(768, 768) and len(set(found)) == len(found)
+    assert found[0] == ImageSize(768, 768) and len(set(found)) == len(found)
     walked, width, height = set(), 24 * 24, 1
     while width > 0:
         if max(width, height) <= 4 * min(width, height):
-            walked.add(Size(height * 32, width * 32))
+            walked.add(ImageSize(height * 32, width * 32))
         if (height + 1) * width <= 24 * 24:
             height += 1
         else:
             width -= 1
-    assert set(found) == walked and Size(1024, 576) in walked
+    assert set(found) == walked and ImageSize(1024, 576) in walked
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_dynamic_tree_of_the_published_settings() -> None:
     paths: list[list[tuple[int, ...]]] = []  # of the expanded nodes, level by level
     scores: dict[tuple[int, ...], float] = {(): 0.0}  # of every child of an expanded node
 
-    def expand(level: Level) -> torch.Tensor:
+    def expand(level: Frontier) -> torch.Tensor:
         tokens, parents = level.tokens[0].tolist(), level.parents[0].tolist()
         here = [(*paths[-1][p], t) for p, t in zip(parents, tokens, strict=True)] if paths else [()]
         paths.append(here)
@@ -154,8 +154,8 @@ def test_the_dynamic_tree_of_the_published_settings() -> None:
                 scores[(*path, token)] = scores[path] + value
         return logits
 
-    draws = Sampler(layout, [0], temperature=1.0).draws(torch.tensor([0]), 6)
-    tree = grow(expand, torch.tensor([0]), TreePlan(5, 10, 10, 59), draws, proposal="topk")
+    noise_window = Sampler(layout, [0], temperature=1.0).noise_window(torch.tensor([0]), 6)
+    tree = grow_tree(expand, torch.tensor([0]), TreePlan(5, 10, 10, 59), noise_window, proposal="topk")
     depths, parents, tokens = (part[0].tolist() for part in (tree.depths, tree.parents, tree.tokens))
     assert len(depths) == 59 and min(depths) == 0 and max(depths) <= 5
     assert all(parent < node for node, parent in enumerate(parents))
@@ -174,7 +174,7 @@ def test_image_head_equals_the_full_head_cut(anole: Case) -> None:
 def test_guidance_formula() -> None:
     """Oracle 12: u + s (c - u)."""
     c, u = torch.randn(2, 1, 3, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(guided(torch.cat([c, u]), 3.0), u + 3 * (c - u))
+    torch.testing.assert_close(apply_guidance(torch.cat([c, u]), 3.0), u + 3 * (c - u))
 
 
 def test_published_defaults(anole: Case, lumina: Case, t2i: Case, c2i: Case, janus: Case, emu3: Case) -> None:

@@ -14,19 +14,19 @@ from along import Case
 from torch import Tensor
 
 from underdraw.drafters.eagle import Eagle, EagleSession
-from underdraw.drafters.padded import PaddedEagle, padded
+from underdraw.drafters.padded_eagle import PaddedEagle, padded
 from underdraw.errors import CheckpointError, ConfigError
-from underdraw.models.drafter import nearest_codes, open_drafter
+from underdraw.models.published_drafters import nearest_codes, open_drafter
 from underdraw.pipeline import Pipeline
 from underdraw.plan import TreePlan
-from underdraw.protocols import Opening, Request
+from underdraw.protocols import DraftRequest, PrefillOutput
 from underdraw.sampling import Sampler
 from underdraw.verifiers.lantern import Lantern
 
 KINDS = {"anole": ("anole", 4), "lumina": ("anole", 1), "t2i": ("llamagen", 0)}
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
+def apply_rope(x: Tensor, angles: Tensor) -> Tensor:
     """Half-split rotation of (L, heads, width) by (L, width / 2)."""
     a, b = x.chunk(2, -1)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -46,8 +46,8 @@ def chameleon_head(state: dict[str, Tensor], tokens: Tensor, features: Tensor) -
     q, k, v = ((normal @ state[f"layers.0.self_attn.{part}_proj.weight"].T).view(length, 4, -1) for part in "qkv")
     rates = 10000.0 ** (-torch.arange(4) / 4)
     angles = torch.arange(length)[:, None] * rates
-    q = rotate(head_norm(q, state, "layers.0.self_attn.q_norm"), angles)
-    k = rotate(head_norm(k, state, "layers.0.self_attn.k_norm"), angles)
+    q = apply_rope(head_norm(q, state, "layers.0.self_attn.q_norm"), angles)
+    k = apply_rope(head_norm(k, state, "layers.0.self_attn.k_norm"), angles)
     scores = torch.einsum("ihd,jhd->hij", q, k) / 8**0.5
     scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
     x = x + torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(length, dim) @ (
@@ -77,14 +77,16 @@ def llamagen_head(state: dict[str, Tensor], tokens: Tensor, features: Tensor) ->
     return x + (reference.swish(gate) * up) @ state["layers.0.mlp.down_proj.weight"].T
 
 
-def opened(drafter: Eagle, case: Case) -> tuple[EagleSession, Opening]:
+def opened(drafter: Eagle, case: Case) -> tuple[EagleSession, PrefillOutput]:
     size = case.model.sizes[0]
     prompt, layout = case.model.prompt("a red fox", None, size), case.model.layout(size)
-    first = case.model.target.open([prompt], layout, guidance=1.0).first
-    session = drafter.open([prompt], layout, first, guidance=1.0)
-    draws = Sampler(layout, [0], temperature=0).draws(torch.tensor([layout.start]), 1)
-    session.draft(Request(torch.tensor([layout.codes[11]]), torch.tensor([layout.start]), TreePlan(1, 1, 1, 2), draws))
-    return session, first
+    prefill = case.model.target.open([prompt], layout, guidance=1.0).prefill
+    session = drafter.open([prompt], layout, prefill, guidance=1.0)
+    noise_window = Sampler(layout, [0], temperature=0).noise_window(torch.tensor([layout.start]), 1)
+    session.draft(
+        DraftRequest(torch.tensor([layout.codes[11]]), torch.tensor([layout.start]), TreePlan(1, 1, 1, 2), noise_window)
+    )
+    return session, prefill
 
 
 @pytest.mark.parametrize(("kind", "rows", "count"), [("anole", 4, 16), ("anole", 1, 16), ("llamagen", 0, 11)])
@@ -102,15 +104,15 @@ def test_heads_follow_their_formulas(request: pytest.FixtureRequest, tmp_path: P
     state = published.drafter(tmp_path, kind, rows=rows, suffix=suffix)
     drafter = open_drafter(tmp_path, case.model.target)
     assert isinstance(drafter, PaddedEagle) == (name == "t2i") and isinstance(drafter, Eagle)
-    session, first = opened(drafter, case)
+    session, prefill = opened(drafter, case)
     root = torch.tensor([case.model.layout(case.model.sizes[0]).codes[11]])
-    features = first.features[0]
+    features = prefill.features[0]
     if name == "t2i":
         features = torch.cat([torch.zeros(120 - features.shape[0], features.shape[1]), features])
         tokens = torch.cat([torch.zeros(119, dtype=torch.int64), root])
         expected = llamagen_head(state, tokens, features)
     else:
-        expected = chameleon_head(state, torch.cat([first.prefix[0, 1:], root]), features)
+        expected = chameleon_head(state, torch.cat([prefill.prefix[0, 1:], root]), features)
     torch.testing.assert_close(session.top[0, 0], expected[-1], atol=1e-4, rtol=0)
     head = case.model.target.net.head.weight
     torch.testing.assert_close(session.logits(session.top)[0, 0], expected[-1] @ head.T, atol=1e-3, rtol=0)
@@ -118,11 +120,11 @@ def test_heads_follow_their_formulas(request: pytest.FixtureRequest, tmp_path: P
 
 def test_padding_is_put_back() -> None:
     features = torch.arange(12.0).view(2, 3, 2)
-    first = Opening(torch.zeros(1, 1, 4), features, torch.full((2, 3), -1), torch.tensor([3, 1]), (3, 1))
+    first = PrefillOutput(torch.zeros(1, 1, 4), features, torch.full((2, 3), -1), torch.tensor([3, 1]), (3, 1))
     out = padded(first, 5)
     assert out.features[0].tolist() == [[0, 0], [0, 0], [0, 1], [2, 3], [4, 5]]
     assert out.features[1].tolist() == [[0, 0]] * 4 + [[6, 7]]
-    assert out.lengths.tolist() == [5, 5] and out.known == (5, 5)
+    assert out.lengths.tolist() == [5, 5] and out.host_lengths == (5, 5)
     assert padded(first, 3) is first
 
 

@@ -13,7 +13,7 @@ import torch
 
 from underdraw import Pipeline, PipelineOutput
 from underdraw.errors import CapacityError, ConfigError, UnderdrawError
-from underdraw.history import Step
+from underdraw.history import StepResult
 from underdraw.policies.adjacency import Adjacency
 from underdraw.verifiers.exact import Exact
 
@@ -68,7 +68,7 @@ def test_kinds_of_output(pipe: Pipeline) -> None:
 
 
 def test_callbacks_see_every_pass(pipe: Pipeline) -> None:
-    ours, seen = pipe, list[tuple[int, Step]]()
+    ours, seen = pipe, list[tuple[int, StepResult]]()
 
     def note(pipe: Pipeline, index: int, cell: int, known: dict[str, Any]) -> None:
         assert pipe is ours and known["step"].start == cell and known["history"].passes == index + 1
@@ -89,9 +89,9 @@ def test_interruption(pipe: Pipeline) -> None:
     whole = pipe("fox", seed=1)
     out = pipe("fox", seed=1, callback_on_step_end=stop)
     assert not out.complete and out.stats.passes == 5
-    drawn = out.history.map("tokens") >= 0
+    drawn = out.history.grid("tokens") >= 0
     assert 0 < drawn.sum() < small.SIDE**2
-    assert np.array_equal(out.history.map("tokens")[drawn], whole.history.map("tokens")[drawn])
+    assert np.array_equal(out.history.grid("tokens")[drawn], whole.history.grid("tokens")[drawn])
     assert np.asarray(out.images[0])[-1].min() == 255  # what is not drawn stays blank
     assert same(pipe("fox", seed=1), whole)  # the next call is not interrupted
 

@@ -12,7 +12,7 @@ from underdraw.drafters.forced import Forced
 from underdraw.engine.decode import decode
 from underdraw.errors import ConfigError
 from underdraw.history import History
-from underdraw.pictures import MARGIN, PANEL, colours, heatmap
+from underdraw.images import MARGIN, PANEL, colours, heatmap
 from underdraw.policies.fixed import NoTree
 from underdraw.registry import policies
 from underdraw.sampling import Sampler
@@ -26,7 +26,7 @@ def kept(policy: str, layout: object, *, temperature: float, seeds: tuple[int, .
     drafter = Forced() if policy == "none" else toy.eagle(of)
     for _ in decode(
         of, drafter, policies.build(policy), Exact(), toy.prompts(len(seeds)), sampler, guidance=2.0,
-        histories=histories, laws="keep",
+        histories=histories, token_stats="keep",
     ):  # fmt: skip
         pass
     return histories
@@ -39,7 +39,7 @@ def test_trees_and_single_tokens_keep_the_same_laws(layout: object, temperature:
     for policy in ("confidence:depth=4,top_k=4,nodes=20", "chain:depth=3"):
         for one, other in zip(plain, kept(policy, layout, temperature=temperature), strict=True):
             for name in ("tokens", "entropy", "top1"):
-                assert np.array_equal(one.map(name), other.map(name)), name
+                assert np.array_equal(one.grid(name), other.grid(name)), name
 
 
 def test_laws_are_those_that_are_drawn_from() -> None:
@@ -47,7 +47,7 @@ def test_laws_are_those_that_are_drawn_from() -> None:
     of, layout = toy.target(), toy.PLAIN
     sampler = Sampler(layout, (3,), temperature=0.8, top_k=12)
     session = of.open(toy.prompts(1), layout, guidance=2.0)
-    logits, run = [session.first.logits[0, 0]], type(session).run
+    logits, run = [session.prefill.logits[0, 0]], type(session).forward
 
     def noted(self: object, tree: object, steps: object) -> object:
         output = run(self, tree, steps)  # type: ignore[arg-type]
@@ -56,21 +56,21 @@ def test_laws_are_those_that_are_drawn_from() -> None:
 
     history = History(layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(session), "run", noted)
+        patch.setattr(type(session), "forward", noted)
         options = {"guidance": 2.0, "histories": [history]}
-        list(decode(of, Forced(), NoTree(), Exact(), toy.prompts(1), sampler, laws="keep", **options))  # type: ignore[arg-type]
+        list(decode(of, Forced(), NoTree(), Exact(), toy.prompts(1), sampler, token_stats="keep", **options))  # type: ignore[arg-type]
     law = torch.distributions.Categorical(logits=sampler.filtered(torch.stack(logits)).clamp(min=-1e9).double())
     assert len(logits) == layout.cells
-    assert np.allclose(history.map("entropy").flatten(), law.entropy(), atol=1e-5)
-    assert np.allclose(history.map("top1").flatten(), law.probs.amax(-1), atol=1e-6)
+    assert np.allclose(history.grid("entropy").flatten(), law.entropy(), atol=1e-5)
+    assert np.allclose(history.grid("top1").flatten(), law.probs.amax(-1), atol=1e-6)
     assert (law.probs > 0).sum(-1).max() == 12
 
 
 def test_nothing_is_kept_unless_asked_for(pipe: Pipeline) -> None:
     history = pipe("fox", seed=1).history
     assert np.isnan(history.entropy).all() and np.isnan(history.top1).all()
-    other = pipe("fox", seed=1, laws="keep").history
-    assert np.isfinite(other.map("entropy")).all() and (other.map("top1") <= 1).all()
+    other = pipe("fox", seed=1, token_stats="keep").history
+    assert np.isfinite(other.grid("entropy")).all() and (other.grid("top1") <= 1).all()
     assert history.tokens.tolist() == other.tokens.tolist() and history.depth.tolist() == other.depth.tolist()
 
 
@@ -84,11 +84,11 @@ def middle(sheet: np.ndarray, panel: int, row: int, col: int, side: int) -> np.n
 
 def test_colours_say_what_the_history_says(pipe: Pipeline) -> None:
     pipe.tree = "adjacency:init=both,nodes=16"
-    history = pipe("fox", seed=1, laws="keep").history
+    history = pipe("fox", seed=1, token_stats="keep").history
     sheet = np.asarray(heatmap(history))
     side = history.layout.width
     for panel, name, high in ((0, "accepted", None), (1, "depth", None), (2, "entropy", None), (3, "top1", 1.0)):
-        values = history.map(name).astype(float)
+        values = history.grid(name).astype(float)
         top = high or values.max()
         for row in range(side):
             for col in range(side):
@@ -103,7 +103,7 @@ def test_panels_for_what_is_known(pipe: Pipeline) -> None:
     out = pipe("fox", seed=1)
     assert out.heatmap().width == MARGIN + 3 * (PANEL + MARGIN)  # the picture, accepted, depth
     assert out.history.heatmap().width == MARGIN + 2 * (PANEL + MARGIN)
-    assert pipe("fox", seed=1, laws="keep").heatmap().width == MARGIN + 5 * (PANEL + MARGIN)
+    assert pipe("fox", seed=1, token_stats="keep").heatmap().width == MARGIN + 5 * (PANEL + MARGIN)
     with pytest.raises(ConfigError, match="nothing to show"):
         History(out.history.layout).heatmap()
     with pytest.raises(ConfigError, match="output_type='pil'"):

@@ -21,18 +21,18 @@ from commands import call
 from torch import Tensor
 
 from underdraw import Pipeline
-from underdraw.drafters.storage import load_drafter
+from underdraw.drafters.loading import load_drafter
 from underdraw.errors import CheckpointError
 from underdraw.layout import Layout
-from underdraw.loading import load_model, placement
 from underdraw.models.checkpoint import open_checkpoint
-from underdraw.nn.storage import load_weights
+from underdraw.models.loading import load_model, placement
+from underdraw.nn.weights import load_weights
 from underdraw.policies.fixed import Chain
-from underdraw.protocols import Opening, Outcome, Prompt, Request
+from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, VerifiedStep
+from underdraw.training.losses import BlockLoss, EagleLoss, distance
 from underdraw.training.samples import Samples, kept_features, prompts_of, raster_of
 from underdraw.training.teacher import Teacher
-from underdraw.training.unroll import BlockLoss, EagleLoss, distance
-from underdraw.tree import DraftTree, Level
+from underdraw.tree import DraftTree, Frontier
 
 GUIDANCE = 2.0
 
@@ -44,8 +44,10 @@ class Watched:
     drafter: Any
     seen: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)  # steps of the roots, logits by level
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> WatchedSession:
-        return WatchedSession(self, self.drafter.open(prompts, layout, first, guidance=guidance))
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+    ) -> WatchedSession:
+        return WatchedSession(self, self.drafter.open(prompts, layout, prefill, guidance=guidance))
 
 
 class WatchedSession:
@@ -53,11 +55,11 @@ class WatchedSession:
         self.session = session
         expander = session.expander
 
-        def watched(request: Request) -> Any:
+        def watched(request: DraftRequest) -> Any:
             expand, levels = expander(request), []
             watch.seen.append((request.steps.clone(), levels))
 
-            def noted(level: Level) -> Tensor:
+            def noted(level: Frontier) -> Tensor:
                 levels.append(expand(level))
                 return levels[-1]
 
@@ -65,11 +67,11 @@ class WatchedSession:
 
         session.expander = watched
 
-    def draft(self, request: Request) -> DraftTree:
+    def draft(self, request: DraftRequest) -> DraftTree:
         return self.session.draft(request)
 
-    def commit(self, outcome: Outcome) -> None:
-        self.session.commit(outcome)
+    def commit(self, verified: VerifiedStep) -> None:
+        self.session.commit(verified)
 
 
 @pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
@@ -109,7 +111,7 @@ def test_a_lesson_knows_the_targets_own_distribution() -> None:
     lesson = Teacher(of, toy.PLAIN).lesson(rows, tokens)
     steps = torch.arange(toy.PLAIN.start, toy.PLAIN.stop).expand(2, -1)
     chosen = lesson.logits(of.net, steps, torch.tensor(GUIDANCE)).argmax(-1)
-    assert torch.equal(toy.PLAIN.tokens(chosen), tokens[:, toy.PLAIN.start : toy.PLAIN.stop])
+    assert torch.equal(toy.PLAIN.token_ids(chosen), tokens[:, toy.PLAIN.start : toy.PLAIN.stop])
 
 
 def test_distance_is_least_for_the_target_itself() -> None:

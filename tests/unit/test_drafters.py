@@ -17,13 +17,13 @@ from torch import Tensor
 from underdraw.calibration import Calibration
 from underdraw.drafters.eagle import ABOVE, EagleSession, above_tokens
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.drafters.model import Model
 from underdraw.drafters.neighbour import Neighbour
+from underdraw.drafters.small_model import SmallModel
 from underdraw.layout import Layout
-from underdraw.nn.rope import Raster, Rope, rotate, turned
+from underdraw.nn.rope import Rope, RopeTable, apply_rope, split_cos_sin
 from underdraw.policies.confidence import Confidence
 from underdraw.policies.fixed import Chain, NoTree
-from underdraw.protocols import Opening, Prompt, Request
+from underdraw.protocols import DraftRequest, PrefillOutput, Prompt
 from underdraw.sampling import gumbel
 
 
@@ -34,16 +34,16 @@ class Watched:
     drafter: Any
     seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> Any:
-        session = self.drafter.open(prompts, layout, first, guidance=guidance)
+    def open(self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float) -> Any:
+        session = self.drafter.open(prompts, layout, prefill, guidance=guidance)
         assert isinstance(session, EagleSession)
         follow = session.follow
 
-        def watched(request: Request) -> None:
+        def watched(request: DraftRequest) -> None:
             pending = session.pending
             last = (pending.counts - 1).clamp(min=0)[:, None]
             tokens = pending.tokens.scatter(1, last, request.root.repeat(session.copies)[:, None])
-            for row, count in enumerate(pending.known):
+            for row, count in enumerate(pending.host_counts):
                 steps = pending.steps[row, :count]
                 above = session.above(pending.steps)[row, :count]
                 self.seen.append((tokens[row, :count], pending.features[row, :count], steps, above))
@@ -57,11 +57,11 @@ def features_of(of: Any, layout: Layout, tokens: Tensor, prompt: tuple[int, ...]
     """The target's features of every token of one row, by one plain pass."""
     session = of.open([Prompt(prompt)], layout, guidance=1.0)
     steps = torch.arange(layout.start, layout.stop)[None]
-    x, factors = of.net.embed(tokens[steps]), session.raster(steps)
+    x, cos_sin = of.net.embed(tokens[steps]), session.raster(steps)
     count = steps.shape[1]
     with torch.no_grad():
-        image = session.stream.extend(x, factors, torch.tensor([count]), [count])
-    return torch.cat([session.first.features, image], dim=1)[0]
+        image = session.cache.append(x, cos_sin, torch.tensor([count]), [count])
+    return torch.cat([session.prefill.features, image], dim=1)[0]
 
 
 @pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
@@ -88,7 +88,7 @@ def test_eagle_is_fed_true_features_and_the_row_above(layout: Layout) -> None:
     assert checked >= layout.stop - layout.start - 6, "all but the last tree's tokens were fed"
 
 
-MAKERS = {"eagle": toy.eagle, "block": toy.block, "model": lambda of: Model(toy.target(3))}
+MAKERS = {"eagle": toy.eagle, "block": toy.block, "model": lambda of: SmallModel(toy.target(3))}
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -100,9 +100,9 @@ def test_a_drafters_cache_does_not_depend_on_how_much_was_accepted(make: Any) ->
     settings: dict[str, Any] = {"seeds": (1, 2), "guidance": 2.0}
     toy.run(of, one, NoTree(), **settings)
     toy.run(of, many, Confidence(depth=4, top_k=6, nodes=40), **settings)
-    first, second = one.sessions[0].stream, many.sessions[0].stream
+    first, second = one.sessions[0].cache, many.sessions[0].cache
     for row in range(4):
-        length = min(first.known[row], second.known[row])
+        length = min(first.host_lengths[row], second.host_lengths[row])
         assert length > 20
         assert torch.allclose(first.keys[:, row, :, :length], second.keys[:, row, :, :length], atol=1e-5)
         assert torch.allclose(first.values[:, row, :, :length], second.values[:, row, :, :length], atol=1e-5)
@@ -115,8 +115,8 @@ class Kept:
     drafter: Any
     sessions: list[Any] = field(default_factory=list)
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> Any:
-        self.sessions.append(self.drafter.open(prompts, layout, first, guidance=guidance))
+    def open(self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float) -> Any:
+        self.sessions.append(self.drafter.open(prompts, layout, prefill, guidance=guidance))
         return self.sessions[-1]
 
 
@@ -172,19 +172,19 @@ def test_chances_are_their_definition(calibration: Calibration, forcing: bool) -
 @pytest.mark.parametrize("rope", [Rope((2, 3, 3)), Rope((2, 3, 3), pairing="interleaved")], ids=["half", "interleaved"])
 def test_rotations_are_looked_up_as_they_are_computed(layout: Layout, rope: Rope) -> None:
     offset = torch.tensor([5, 9])
-    table = Raster(rope, layout, offset, torch.float32)
+    table = RopeTable(rope, layout, offset, torch.float32)
     steps = torch.arange(layout.start, layout.steps).expand(2, -1)
     for moved in (0, 4):
         offset.add_(moved)
         table.fill()
         rotation = rope.raster(layout, steps, offset)
-        assert torch.equal(table(steps), rope.factors(rotation, torch.float32))
+        assert torch.equal(table(steps), rope.cos_sin(rotation, torch.float32))
         x = torch.randn(2, steps.shape[1], 3, 16, generator=torch.Generator().manual_seed(0))
         pairs = (-1, (2, 8)) if rope.pairing == "half" else (-1, (8, 2))
         one, other = x.unflatten(*pairs).unbind(-2 if rope.pairing == "half" else -1)
         cos, sin = rotation[:, :, None].unbind(-2)
         expected = torch.stack([one * cos - other * sin, other * cos + one * sin], -2 if rope.pairing == "half" else -1)
-        assert torch.allclose(rotate(x, turned(table(steps)), rope.pairing), expected.flatten(-2), atol=1e-6)
+        assert torch.allclose(apply_rope(x, split_cos_sin(table(steps)), rope.pairing), expected.flatten(-2), atol=1e-6)
     ends = torch.tensor([[-3, layout.steps + 7]]).expand(2, -1)
     assert torch.equal(table(ends), table(ends.clamp(0, layout.steps - 1)))
 

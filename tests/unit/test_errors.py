@@ -22,15 +22,15 @@ from underdraw.engine.decode import decode
 from underdraw.errors import CapacityError, CheckpointError, ConfigError, UnderdrawError, UnsupportedError
 from underdraw.history import History
 from underdraw.layout import Layout
+from underdraw.nn.kv_cache import KVCache
 from underdraw.nn.rope import Rope
-from underdraw.nn.session import DecoderTarget
-from underdraw.nn.stream import Stream
+from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.confidence import Confidence
 from underdraw.policies.fixed import Chain, NoTree, Static
-from underdraw.protocols import Opening, Outcome, Prompt, Request
+from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, VerifiedStep
 from underdraw.registry import drafters, parse, policies, verifiers
 from underdraw.sampling import Sampler
 from underdraw.tree import DraftTree, chain
@@ -71,8 +71,8 @@ def on_meta() -> DecoderTarget:
 
 def overfull() -> None:
     net = decoder().net
-    factors = torch.zeros(1, 65, 2, net.arch.width)
-    Stream(net, 1, 64).extend(torch.zeros(1, 65, 8), factors, torch.tensor([65]), [65])
+    cos_sin = torch.zeros(1, 65, 2, net.arch.width)
+    KVCache(net, 1, 64).append(torch.zeros(1, 65, 8), cos_sin, torch.tensor([65]), [65])
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,9 @@ class Uneven:
     tokens: Tensor  # (B, steps)
     turns: bool
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> UnevenSession:
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+    ) -> UnevenSession:
         return UnevenSession(self)
 
 
@@ -301,7 +303,7 @@ class UnevenSession:
     def __init__(self, drafter: Uneven) -> None:
         self.tokens, self.turns, self.turn = drafter.tokens, drafter.turns, 0
 
-    def draft(self, request: Request) -> DraftTree:
+    def draft(self, request: DraftRequest) -> DraftTree:
         steps = request.steps[:, None] + torch.arange(request.plan.depth + 1)
         drafted = self.tokens.gather(1, steps.clamp(max=self.tokens.shape[1] - 1))
         good = torch.arange(2) == self.turn % 2
@@ -309,7 +311,7 @@ class UnevenSession:
         self.turn += self.turns
         return chain(drafted, lengths)
 
-    def commit(self, outcome: Outcome) -> None:
+    def commit(self, verified: VerifiedStep) -> None:
         pass
 
 

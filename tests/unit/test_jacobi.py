@@ -16,10 +16,10 @@ from underdraw import Pipeline
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
-from underdraw.protocols import Outcome, Prompt, Request
+from underdraw.protocols import DraftRequest, Prompt, VerifiedStep
 from underdraw.registry import policies
-from underdraw.sampling import Draws, Sampler
-from underdraw.tree import DraftTree, Proposal, Verdict
+from underdraw.sampling import NoiseWindow, Sampler
+from underdraw.tree import AcceptedPath, DraftTree, Proposal
 from underdraw.verifiers.exact import Exact
 from underdraw.verifiers.rejection import Rejection
 
@@ -54,9 +54,9 @@ class Stale:
 
     proposals: ClassVar[tuple[Proposal, ...]] = ("sampled",)
 
-    def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
+    def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
         assert tree.q is not None
-        return Rejection().verify(replace(tree, q=tree.q.flip(-1)), logits, draws)
+        return Rejection().verify(replace(tree, q=tree.q.flip(-1)), logits, noise_window)
 
 
 def test_the_harness_rejects_a_wrong_q() -> None:
@@ -69,19 +69,19 @@ def test_guesses_are_what_the_target_chose_in_the_pass_before(told: bool, init: 
     """The guess for step s + 1 is the choice at the node of step s; steps that are new start from a neighbour."""
     layout = Layout(3, 4, range(4, 16))
     session = TableTarget(tables(layout, seed=1)[0]).open([Prompt((0,))] * 2, layout, guidance=1.0)
-    draft = Jacobi(window=6, init=init).open([Prompt((0,))] * 2, layout, session.first, guidance=1.0)
+    draft = Jacobi(window=6, init=init).open([Prompt((0,))] * 2, layout, session.prefill, guidance=1.0)
     root, steps, sampler = torch.tensor([5, 9]), torch.tensor([0, 0]), Sampler(layout, [3, 4])
-    draws = sampler.draws(steps, 5)
-    tree = draft.draft(Request(root, steps, TreePlan(4, 1, 1, 5), draws))
+    noise_window = sampler.noise_window(steps, 5)
+    tree = draft.draft(DraftRequest(root, steps, TreePlan(4, 1, 1, 5), noise_window))
     assert tree.tokens.tolist() == [[5] * 5, [9] * 5], "the neighbours of the first row lie to its left"
-    output = session.run(tree, steps)
-    chosen = layout.tokens(draws.choose(output.logits, tree.depths + 1))
+    output = session.forward(tree, steps)
+    chosen = layout.token_ids(noise_window.choose(output.logits, tree.depths + 1))
     if told:
         chosen = (chosen - 3) % 12 + 4  # others than those that the drafter would find
-    verdict = Verdict(torch.zeros(2, 1, dtype=torch.int64), torch.zeros_like(root), chosen[:, 0])
-    verdict = replace(verdict, chosen=chosen if told else None).narrow(0)
-    draft.commit(Outcome(tree, verdict, output, draws, torch.ones_like(root), (1, 1)))
-    tree = draft.draft(Request(chosen[:, 0], steps + 1, TreePlan(6, 1, 1, 7), sampler.draws(steps + 1, 7)))
+    accepted_path = AcceptedPath(torch.zeros(2, 1, dtype=torch.int64), torch.zeros_like(root), chosen[:, 0])
+    accepted_path = replace(accepted_path, chosen=chosen if told else None).narrow(0)
+    draft.commit(VerifiedStep(tree, accepted_path, output, noise_window, torch.ones_like(root), (1, 1)))
+    tree = draft.draft(DraftRequest(chosen[:, 0], steps + 1, TreePlan(6, 1, 1, 7), sampler.noise_window(steps + 1, 7)))
     new = chosen[:, [4, 4]] if init == "left" else chosen[:, [1, 2]]  # cells (1, 2) and (1, 3), below steps 2 and 3
     assert torch.equal(tree.tokens, torch.cat([chosen, new], dim=1))
 

@@ -13,7 +13,7 @@ from underdraw.nn.attention import seen
 
 ATTENTION = """
 import torch
-from underdraw.nn.split import attend_split
+from underdraw.kernels.tree_attention import attend_split
 import attending
 
 for case in attending.CASES:

@@ -13,8 +13,8 @@ from torch import Tensor
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
 from underdraw.registry import policies
-from underdraw.sampling import Draws, Sampler
-from underdraw.tree import DraftTree, Proposal, grow
+from underdraw.sampling import NoiseWindow, Sampler
+from underdraw.tree import DraftTree, Proposal, grow_tree
 from underdraw.verifiers.exact import Exact
 from underdraw.verifiers.lantern import Lantern, nearest
 
@@ -40,15 +40,15 @@ def relaxed(law: list[float], x: int, near: list[int], delta: float, ratio: floa
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_relax_matches_a_slow_reference(delta: float, ratio: float | None, k: int) -> None:
     generator = torch.Generator().manual_seed(k)
-    laws = torch.randn(60, 9, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
-    laws[::3, ::2] = 0  # what residuals look like
-    laws /= laws.sum(-1, keepdim=True)
+    token_stats = torch.randn(60, 9, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+    token_stats[::3, ::2] = 0  # what residuals look like
+    token_stats /= token_stats.sum(-1, keepdim=True)
     x = torch.randint(9, (60,), generator=generator)
     lantern = Lantern(delta=delta, ratio=ratio, k=k).bind(torch.randn(9, 4, generator=generator))
     assert lantern.neighbours is not None
     near = lantern.neighbours[:, :k].tolist()
-    expected = [relaxed(law, c, near[c], delta, ratio) for law, c in zip(laws.tolist(), x.tolist(), strict=True)]
-    torch.testing.assert_close(lantern.relax(laws, x), torch.tensor(expected, dtype=torch.float64))
+    expected = [relaxed(law, c, near[c], delta, ratio) for law, c in zip(token_stats.tolist(), x.tolist(), strict=True)]
+    torch.testing.assert_close(lantern.relax(token_stats, x), torch.tensor(expected, dtype=torch.float64))
 
 
 def test_relaxed_mass_never_leaves_the_code_range() -> None:
@@ -76,22 +76,24 @@ class Greedy:
 
     tree: DraftTree
     logits: Tensor
-    draws: Draws
+    noise_window: NoiseWindow
 
 
 def greedy_batch(codes: int, proposal: Proposal, batch: int = 64) -> Greedy:
     generator = torch.Generator().manual_seed(codes)
-    draws = Sampler(Layout(4, 4, range(codes)), range(batch), temperature=0).draws(torch.zeros(batch).long(), 4)
-    tree = grow(
+    noise_window = Sampler(Layout(4, 4, range(codes)), range(batch), temperature=0).noise_window(
+        torch.zeros(batch).long(), 4
+    )
+    tree = grow_tree(
         lambda level: torch.randn(*level.tokens.shape, codes, generator=generator),
-        torch.zeros(batch, dtype=torch.int64), TreePlan(3, 3, 5, 20), draws, proposal=proposal,
+        torch.zeros(batch, dtype=torch.int64), TreePlan(3, 3, 5, 20), noise_window, proposal=proposal,
     )  # fmt: skip
     logits = torch.randn(batch, tree.size, codes, generator=generator)
     boost = 1 + math.sqrt(2 * math.log(codes))
     for node in range(1, tree.size):
         likely = boost * ((tree.ranks[:, node] == 0) & (tree.depths[:, node] > 0))
         logits[torch.arange(batch), tree.parents[:, node], tree.tokens[:, node]] += likely
-    return Greedy(tree, logits, draws)
+    return Greedy(tree, logits, noise_window)
 
 
 @pytest.mark.parametrize("proposal", Lantern.proposals)
@@ -101,8 +103,8 @@ def test_greedy_lantern_without_room_equals_exact(proposal: Proposal, codes: int
     """Also where logits are equal, which is common in bfloat16."""
     given = greedy_batch(codes, proposal)
     logits = given.logits.round() if ties else given.logits
-    lantern = Lantern(delta=0, k=2).bind(torch.randn(codes, 2)).verify(given.tree, logits, given.draws)
-    exact = Exact().verify(given.tree, logits, given.draws)
+    lantern = Lantern(delta=0, k=2).bind(torch.randn(codes, 2)).verify(given.tree, logits, given.noise_window)
+    exact = Exact().verify(given.tree, logits, given.noise_window)
     assert exact.length.double().mean() > 0.5
     assert torch.equal(lantern.length, exact.length)
     assert torch.equal(lantern.path, exact.path)
@@ -115,27 +117,27 @@ def test_greedy_lantern_matches_a_slow_walk(proposal: Proposal, delta: float, ra
     """The first child that is the most likely code once its neighbours' mass is its own; else the target's choice."""
     given = greedy_batch(CODES, proposal)
     lantern = Lantern(delta=delta, ratio=ratio, k=3).bind(CODEBOOK)
-    verdict = lantern.verify(given.tree, given.logits, given.draws)
+    accepted_path = lantern.verify(given.tree, given.logits, given.noise_window)
     assert lantern.neighbours is not None
     near = lantern.neighbours[:, :3].tolist()
-    laws = given.logits.double().softmax(-1).tolist()
-    for row in range(len(laws)):
+    token_stats = given.logits.double().softmax(-1).tolist()
+    for row in range(len(token_stats)):
         tokens, parents, depths, ranks = (
             column[row].tolist()
             for column in (given.tree.tokens, given.tree.parents, given.tree.depths, given.tree.ranks)
         )
         path = [0]
         while True:
-            law = laws[row][path[-1]]
+            law = token_stats[row][path[-1]]
             children = sorted((ranks[n], n) for n in range(len(tokens)) if depths[n] > 0 and parents[n] == path[-1])
             relaxed_laws = ((n, relaxed(law, tokens[n], near[tokens[n]], delta, ratio)) for _, n in children)
             accepted = [n for n, new in relaxed_laws if max(new) == new[tokens[n]]]
             if not accepted:
                 break
             path.append(accepted[0])
-        assert verdict.path[row, : len(path)].tolist() == path
-        assert verdict.length[row] == len(path) - 1
-        assert verdict.next_token[row] == max(range(CODES), key=lambda code, law=law: law[code])  # type: ignore[misc]
+        assert accepted_path.path[row, : len(path)].tolist() == path
+        assert accepted_path.length[row] == len(path) - 1
+        assert accepted_path.next_token[row] == max(range(CODES), key=lambda code, law=law: law[code])  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("count", "k"), [(2, 1), (7, 3), (7, 50), (30, 29), (1500, 12)])

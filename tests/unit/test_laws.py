@@ -18,14 +18,14 @@ from torch import Tensor
 
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
-from underdraw.protocols import Prompt, Request
+from underdraw.protocols import DraftRequest, Prompt
 from underdraw.registry import policies
-from underdraw.sampling import Draws, Sampler
-from underdraw.tree import DraftTree, Proposal, Verdict
+from underdraw.sampling import NoiseWindow, Sampler
+from underdraw.tree import AcceptedPath, DraftTree, Proposal
 from underdraw.verifiers.exact import Exact
 from underdraw.verifiers.lantern import Lantern
 from underdraw.verifiers.rejection import Rejection
-from underdraw.verifiers.walk import target_laws
+from underdraw.verifiers.rejection_sampling import target_laws
 
 CODES = 6
 PLAIN = Layout(1, 4, range(4, 4 + CODES))
@@ -149,16 +149,16 @@ def test_rejection_draws_from_the_law_with_wide_and_narrow_trees(policy: str) ->
 def test_a_perfect_drafter_is_accepted_to_the_end(verifier: Any) -> None:
     """With q = p every first child is taken, and the token after the leaf is drawn with the noise of its own step."""
     count = 500
-    draws = Sampler(PLAIN, range(count)).draws(torch.zeros(count, dtype=torch.int64), 4)
+    noise_window = Sampler(PLAIN, range(count)).noise_window(torch.zeros(count, dtype=torch.int64), 4)
     target = TableTarget(TARGET).open([Prompt((0,))] * count, PLAIN, guidance=1.0)
     steps = torch.zeros(count, dtype=torch.int64)
-    request = Request(torch.full((count,), 5), steps, TreePlan(3, 1, 1, 4), draws, "sampled")
-    tree = TableDrafter(TARGET).open([], PLAIN, target.first, guidance=1.0).draft(request)
-    logits = target.run(tree, steps).logits
-    verdict = verifier.verify(tree, logits, draws)
-    assert verdict.length.tolist() == [3] * count
-    assert verdict.path[:, :4].tolist() == [[0, 1, 2, 3]] * count
-    assert torch.equal(verdict.next_token, PLAIN.tokens(draws.choose(logits, tree.depths + 1))[:, 3])
+    request = DraftRequest(torch.full((count,), 5), steps, TreePlan(3, 1, 1, 4), noise_window, "sampled")
+    tree = TableDrafter(TARGET).open([], PLAIN, target.prefill, guidance=1.0).draft(request)
+    logits = target.forward(tree, steps).logits
+    accepted_path = verifier.verify(tree, logits, noise_window)
+    assert accepted_path.length.tolist() == [3] * count
+    assert accepted_path.path[:, :4].tolist() == [[0, 1, 2, 3]] * count
+    assert torch.equal(accepted_path.next_token, PLAIN.token_ids(noise_window.choose(logits, tree.depths + 1))[:, 3])
 
 
 @pytest.mark.parametrize(("verifier", "proposal"), [LEGAL[3], LEGAL[5]], ids=[LEGAL_IDS[3], LEGAL_IDS[5]])
@@ -190,11 +190,11 @@ class JudgedByQ:
     proposals: ClassVar[tuple[Proposal, ...]] = ("coupled", "topk")
     draft: Tensor
 
-    def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
-        steps = draws.steps[:, :1] - 1 + tree.depths
-        drafted = look_up(self.draft, draws.sampler.layout, tree.tokens, steps)
-        q = draws.scaled(drafted, tree.depths + 1).softmax(-1)
-        return Rejection().verify(replace(tree, q=q), logits, draws)
+    def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
+        steps = noise_window.steps[:, :1] - 1 + tree.depths
+        drafted = look_up(self.draft, noise_window.sampler.layout, tree.tokens, steps)
+        q = noise_window.scaled(drafted, tree.depths + 1).softmax(-1)
+        return Rejection().verify(replace(tree, q=q), logits, noise_window)
 
 
 @dataclass(frozen=True)
@@ -203,13 +203,13 @@ class WithoutResidual:
 
     proposals: ClassVar[tuple[Proposal, ...]] = ("sampled",)
 
-    def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
-        verdict = Rejection().verify(tree, logits, draws)
-        last = verdict.path.gather(1, verdict.length[:, None])
-        law = target_laws(logits, tree.depths, draws)[torch.arange(len(last)), last[:, 0]]
-        assert draws.noise is not None
-        noise = draws.noise[torch.arange(len(last)), verdict.length]
-        return replace(verdict, next_token=draws.sampler.layout.tokens((law.log() + noise).argmax(-1)))
+    def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
+        accepted_path = Rejection().verify(tree, logits, noise_window)
+        last = accepted_path.path.gather(1, accepted_path.length[:, None])
+        law = target_laws(logits, tree.depths, noise_window)[torch.arange(len(last)), last[:, 0]]
+        assert noise_window.noise is not None
+        noise = noise_window.noise[torch.arange(len(last)), accepted_path.length]
+        return replace(accepted_path, next_token=noise_window.sampler.layout.token_ids((law.log() + noise).argmax(-1)))
 
 
 def trap() -> tuple[Tensor, Tensor]:

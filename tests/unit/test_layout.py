@@ -50,7 +50,7 @@ def test_lengths_count_what_is_written(layout: Layout) -> None:
     assert layout.cells == sum(token in layout.codes for token in tokens)
     places = [step for step, token in enumerate(tokens) if token in layout.codes]
     assert (layout.start, layout.stop) == (places[0], places[-1] + 1)
-    assert layout.columns == len(layout.codes) + (layout.row_end is not None)
+    assert layout.vocab_size == len(layout.codes) + (layout.row_end is not None)
 
 
 @FAST
@@ -72,21 +72,21 @@ def test_cell_and_step_are_inverse(layout: Layout) -> None:
 @given(layouts())
 def test_forced_is_true_at_row_ends_alone(layout: Layout) -> None:
     tokens = written(layout, some_grid(layout))
-    for step in range(layout.start, layout.start + layout.pitch * layout.height):
-        assert bool(layout.forced(step)) == (tokens[step] not in layout.codes)
+    for step in range(layout.start, layout.start + layout.row_stride * layout.height):
+        assert bool(layout.is_row_end(step)) == (tokens[step] not in layout.codes)
         row, col = layout.rows_cols(step)
-        assert layout.cell(step) == (None if layout.forced(step) else (row, col))
-        if layout.forced(step):
+        assert layout.cell(step) == (None if layout.is_row_end(step) else (row, col))
+        if layout.is_row_end(step):
             assert col == layout.width
 
 
 @FAST
 @given(layouts())
 def test_tokens_and_columns_are_inverse(layout: Layout) -> None:
-    ids = [layout.tokens(column) for column in range(layout.columns)]
+    ids = [layout.token_ids(column) for column in range(layout.vocab_size)]
     assert ids[: len(layout.codes)] == list(layout.codes)
     assert ids[len(layout.codes) :] == ([] if layout.row_end is None else [layout.row_end])
-    assert [layout.columns_of(token) for token in ids] == list(range(layout.columns))
+    assert [layout.vocab_indices(token) for token in ids] == list(range(layout.vocab_size))
 
 
 @FAST
@@ -115,13 +115,13 @@ def test_grid_reads_back_what_was_written(layout: Layout) -> None:
 @FAST
 @given(layouts())
 def test_ints_numpy_and_torch_agree(layout: Layout) -> None:
-    steps = list(range(layout.start, layout.start + layout.pitch * layout.height))
-    columns = list(range(layout.columns))
-    ids = [layout.tokens(column) for column in columns]
+    steps = list(range(layout.start, layout.start + layout.row_stride * layout.height))
+    columns = list(range(layout.vocab_size))
+    ids = [layout.token_ids(column) for column in columns]
     for make in (np.array, torch.tensor):
-        assert layout.forced(make(steps)).tolist() == [bool(layout.forced(step)) for step in steps]
-        assert layout.tokens(make(columns)).tolist() == ids
-        assert layout.columns_of(make(ids)).tolist() == columns
+        assert layout.is_row_end(make(steps)).tolist() == [bool(layout.is_row_end(step)) for step in steps]
+        assert layout.token_ids(make(columns)).tolist() == ids
+        assert layout.vocab_indices(make(ids)).tolist() == columns
         rows, cols = layout.rows_cols(make(steps))
         assert list(zip(rows.tolist(), cols.tolist(), strict=True)) == [layout.rows_cols(step) for step in steps]
         place, inside = layout.neighbour(make(steps), -1, 1)
@@ -132,22 +132,22 @@ def test_ints_numpy_and_torch_agree(layout: Layout) -> None:
 
 def test_lumina_lengths() -> None:
     """768 x 768: 2352 raster tokens, 2353 with the end token, 2356 with the header."""
-    raster = LUMINA.pitch * LUMINA.height
+    raster = LUMINA.row_stride * LUMINA.height
     assert (raster, raster + len(LUMINA.epilogue), LUMINA.steps) == (2352, 2353, 2356)
-    assert (LUMINA.start, LUMINA.stop, LUMINA.cells, LUMINA.columns) == (3, 2354, 2304, 8193)
+    assert (LUMINA.start, LUMINA.stop, LUMINA.cells, LUMINA.vocab_size) == (3, 2354, 2304, 8193)
 
 
 def test_lumina_row_ends() -> None:
     """Every 49th raster token is the row end, and nothing else is forced."""
     steps = np.arange(LUMINA.start, LUMINA.start + 2352)
-    assert (np.flatnonzero(LUMINA.forced(steps)) + 1).tolist() == list(range(49, 2353, 49))
+    assert (np.flatnonzero(LUMINA.is_row_end(steps)) + 1).tolist() == list(range(49, 2353, 49))
     assert LUMINA.cell(LUMINA.start + 48) is None
     assert LUMINA.cell(LUMINA.start + 49) == (1, 0)
 
 
 def test_lumina_ids() -> None:
-    assert [LUMINA.tokens(column) for column in (0, 8191, 8192)] == [4, 8195, 8803]
-    assert [LUMINA.columns_of(token) for token in (4, 8195, 8803)] == [0, 8191, 8192]
+    assert [LUMINA.token_ids(column) for column in (0, 8191, 8192)] == [4, 8195, 8803]
+    assert [LUMINA.vocab_indices(token) for token in (4, 8195, 8803)] == [0, 8191, 8192]
 
 
 def test_lumina_grid() -> None:
@@ -160,8 +160,8 @@ def test_lumina_grid() -> None:
 @pytest.mark.parametrize("row_end", [2, 8196, 9000])
 def test_a_row_end_may_lie_on_either_side_of_the_codes(row_end: int) -> None:
     layout = Layout(2, 3, range(4, 8196), row_end=row_end)
-    assert layout.columns_of(row_end) == 8192
-    assert layout.tokens(torch.tensor([0, 8192, 5])).tolist() == [4, row_end, 9]
+    assert layout.vocab_indices(row_end) == 8192
+    assert layout.token_ids(torch.tensor([0, 8192, 5])).tolist() == [4, row_end, 9]
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 9), (9, 1), (3, 7), (7, 3)])

@@ -9,17 +9,17 @@ import torch
 import toy
 from tape import Tape
 
-from underdraw.engine.graphs import Graphs
+from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.errors import CapacityError
 from underdraw.nn import memory
-from underdraw.nn.stream import Stream
+from underdraw.nn.kv_cache import KVCache
 from underdraw.registry import policies
 
 
 def test_the_cache_is_counted_to_the_byte() -> None:
     of = toy.target()
-    stream = Stream(of.net, 6, 256)
-    held = sum(part.numel() * 4 for part in (stream.keys, stream.values[..., : of.net.arch.width]))
+    cache = KVCache(of.net, 6, 256)
+    held = sum(part.numel() * 4 for part in (cache.keys, cache.values[..., : of.net.arch.width]))
     more = memory.needed(of.net.arch, 6, 512, 8, 4) - memory.needed(of.net.arch, 6, 256, 8, 4)
     scores = 6 * memory.MAX_NODES * of.net.arch.heads * 256 * 4
     noise = 6 * 256 * of.net.head.weight.shape[0] * 4
@@ -47,7 +47,7 @@ def test_what_does_not_fit_is_refused(share: float, monkeypatch: pytest.MonkeyPa
 
 
 def test_kept_buffers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    of, graphs = toy.target(), Graphs(record=Tape, quantum=64)
+    of, graphs = toy.target(), GraphCache(record=Tape, quantum=64)
     own, tree = toy.eagle(of), policies.build("none")
     toy.run(of, own, tree, graphs=graphs)
     plain = toy.plain(of)

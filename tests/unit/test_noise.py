@@ -15,16 +15,16 @@ from scipy import stats
 from torch import Tensor
 
 from underdraw.layout import Layout
-from underdraw.sampling import Sampler, Stream, gumbel
+from underdraw.sampling import NoiseStream, Sampler, gumbel
 
 P = 1e-4
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-STREAMS: tuple[Stream, ...] = ("target", "draft", "accept")
+STREAMS: tuple[NoiseStream, ...] = ("target", "draft", "accept")
 PLAIN = Layout(4, 4, range(4, 16))
 ROW_ENDS = Layout(3, 4, range(4, 16), prologue=(1, 2), row_end=30, epilogue=(3,))
 
 
-def noise(seeds: list[int], steps: list[int], count: int, stream: Stream = "target") -> Tensor:
+def noise(seeds: list[int], steps: list[int], count: int, stream: NoiseStream = "target") -> Tensor:
     """(seeds, steps, count)."""
     return gumbel(torch.tensor(seeds), torch.tensor(steps).expand(len(seeds), -1), count, stream)
 
@@ -36,7 +36,7 @@ def to_uniform(values: Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("first", [0, 1_000_003, 2**62 - 8])
-def test_noise_has_the_gumbel_law(stream: Stream, first: int) -> None:
+def test_noise_has_the_gumbel_law(stream: NoiseStream, first: int) -> None:
     values = noise([first + i for i in range(8)], list(range(50)), 500, stream)
     assert values.dtype == torch.float32
     assert values.isfinite().all()
@@ -66,7 +66,7 @@ def test_both_tails_are_finite_full_and_precise() -> None:
 def test_uniform_numbers_have_32_random_bits() -> None:
     """Duplicates appear as often as among 2**32 equally likely numbers, and every bit is fair."""
     sampler = Sampler(PLAIN, list(range(200)))
-    uniform = sampler.draws(torch.arange(200), 4).uniform(1000).flatten()
+    uniform = sampler.noise_window(torch.arange(200), 4).uniform(1000).flatten()
     assert uniform.dtype == torch.float64
     assert uniform.min() > 0
     assert uniform.max() < 1
@@ -111,7 +111,7 @@ def test_codes_are_independent(lag: int) -> None:
 
 @pytest.mark.parametrize("shift", [-1, 0, 1])
 @pytest.mark.parametrize(("one", "other"), [("target", "draft"), ("target", "accept"), ("draft", "accept")])
-def test_streams_are_independent(one: Stream, other: Stream, shift: int) -> None:
+def test_streams_are_independent(one: NoiseStream, other: NoiseStream, shift: int) -> None:
     """Also those of neighbouring seeds: no seed's draft noise is another seed's target noise."""
     seeds = list(range(1, 41))
     independent(noise(seeds, [0, 1, 2], 400, one), noise([s + shift for s in seeds], [0, 1, 2], 400, other))
@@ -126,15 +126,15 @@ def test_seed_step_and_code_do_not_stand_in_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-def test_a_row_does_not_depend_on_its_batch(stream: Stream) -> None:
+def test_a_row_does_not_depend_on_its_batch(stream: NoiseStream) -> None:
     """Row b of a batch equals the same seed alone; a step's noise does not depend on where the tree was rooted."""
     seeds, roots = [5, 9, 5, 2**62 - 1], [0, 3, 4, 17]
-    together = Sampler(PLAIN, seeds).draws(torch.tensor(roots), 6).gumbel(stream)
+    together = Sampler(PLAIN, seeds).noise_window(torch.tensor(roots), 6).gumbel(stream)
     for row, (seed, root) in enumerate(zip(seeds, roots, strict=True)):
         alone = Sampler(PLAIN, [seed])
-        assert torch.equal(alone.draws(torch.tensor([root]), 6).gumbel(stream)[0], together[row])
+        assert torch.equal(alone.noise_window(torch.tensor([root]), 6).gumbel(stream)[0], together[row])
         for ahead in range(6):
-            shifted = alone.draws(torch.tensor([root + ahead]), 1).gumbel(stream)
+            shifted = alone.noise_window(torch.tensor([root + ahead]), 1).gumbel(stream)
             assert torch.equal(shifted[0, 0], together[row, ahead])
     assert torch.equal(together[0, 4:], together[2, :2]), "same seed, same step, another row"
 
@@ -145,8 +145,8 @@ def test_noise_that_is_taken_over_is_the_noise_of_its_step(old: int, moved: int,
     """Draws that reuse those of the pass before equal draws made afresh."""
     sampler = Sampler(ROW_ENDS, [4, 5], temperature=temperature)
     roots = torch.tensor([2, 7])
-    reused = sampler.draws(roots + moved, new, sampler.draws(roots, old), moved)
-    fresh = sampler.draws(roots + moved, new)
+    reused = sampler.noise_window(roots + moved, new, sampler.noise_window(roots, old), moved)
+    fresh = sampler.noise_window(roots + moved, new)
     assert torch.equal(reused.steps, fresh.steps)
     assert (reused.noise is None) == (fresh.noise is None) == (temperature == 0)
     if reused.noise is not None and fresh.noise is not None:
@@ -189,6 +189,6 @@ def splitmix(*, seed: int, stream: int, step: int, code: int) -> int:
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize("stream", STREAMS)
-def test_noise_is_the_same_on_every_device(stream: Stream) -> None:
+def test_noise_is_the_same_on_every_device(stream: NoiseStream) -> None:
     seeds, steps = torch.tensor([0, 1, 2**62 - 1]), torch.arange(64).expand(3, -1)
     assert torch.equal(gumbel(seeds, steps, 8193, stream), gumbel(seeds.cuda(), steps.cuda(), 8193, stream).cpu())

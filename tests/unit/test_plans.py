@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from underdraw.errors import ConfigError
-from underdraw.plan import MAX_EXPANDED, MAX_NODES, Shape, TreePlan
+from underdraw.plan import MAX_EXPANDED, MAX_NODES, TreePlan, TreeShape
 from underdraw.policies.fixed import TABLES, Static, load_shape
-from underdraw.tree import envelope
+from underdraw.tree import covering_plan
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -49,7 +49,7 @@ def paths(parents: tuple[int, ...]) -> set[tuple[int, ...]]:
 @FAST
 @given(shapes(by_level=False))
 def test_a_shape_knows_its_depths_ranks_and_levels(parents: tuple[int, ...]) -> None:
-    shape = Shape.of(parents)
+    shape = TreeShape.of(parents)
     assert shape.depths[0] == shape.ranks[0] == 0
     for node, parent in enumerate(parents[1:], start=1):
         assert shape.depths[node] == shape.depths[parent] + 1
@@ -61,7 +61,7 @@ def test_a_shape_knows_its_depths_ranks_and_levels(parents: tuple[int, ...]) -> 
 @FAST
 @given(shapes(by_level=False))
 def test_the_plan_of_a_shape_holds_it(parents: tuple[int, ...]) -> None:
-    plan, shape = TreePlan.of(parents), Shape.of(parents)
+    plan, shape = TreePlan.of(parents), TreeShape.of(parents)
     assert plan.nodes == len(parents)
     assert plan.depth == max(shape.depths)
     assert plan.branch == max(max(Counter(parents[1:]).values(), default=1), 1)
@@ -72,7 +72,7 @@ def test_the_plan_of_a_shape_holds_it(parents: tuple[int, ...]) -> None:
 
 def check_cut(plan: TreePlan, depth: int) -> None:
     assert plan.shape is not None
-    cut = plan.cut(depth)
+    cut = plan.truncate(depth)
     assert cut.shape is not None
     assert paths(cut.shape) == {path for path in paths(plan.shape) if len(path) <= depth}
     assert cut.nodes == len(cut.shape)
@@ -94,7 +94,7 @@ def test_a_cut_shape_keeps_its_upper_levels_in_any_order_of_nodes(parents: tuple
 @FAST
 @given(plans(), st.integers(0, 50))
 def test_a_cut_plan_is_no_larger_than_it_can_be(plan: TreePlan, depth: int) -> None:
-    cut = plan.cut(depth)
+    cut = plan.truncate(depth)
     assert cut.depth == min(plan.depth, depth)
     assert (cut.width, cut.branch) == (plan.width, plan.branch)
     level, room = 1, 1
@@ -102,7 +102,7 @@ def test_a_cut_plan_is_no_larger_than_it_can_be(plan: TreePlan, depth: int) -> N
         level = min(level, plan.width) * plan.branch
         room += level
     assert cut.nodes == min(plan.nodes, room) if depth < plan.depth else cut == plan
-    assert cut.cut(depth) == cut
+    assert cut.truncate(depth) == cut
 
 
 @pytest.mark.parametrize(
@@ -113,17 +113,17 @@ def test_a_cut_plan_is_no_larger_than_it_can_be(plan: TreePlan, depth: int) -> N
         (TreePlan(3, 10, 10, 59), 1 + 10 + 10),
         (TreePlan(4, 4, 2, 20), 1 + 2 + 4 + 4),
         (TreePlan.of((-1, 0, 0, 1, 1, 3)), 3),
-        (TreePlan(3, 8, 6, 5, floor=0.1), 5),
-        (TreePlan(0, 8, 6, 1, floor=0.1), 1),
+        (TreePlan(3, 8, 6, 5, min_probability=0.1), 5),
+        (TreePlan(0, 8, 6, 1, min_probability=0.1), 1),
     ],
 )
 def test_expanded_nodes_by_hand(plan: TreePlan, expanded: int) -> None:
     """The root, and of each level below as many as there are and the width allows; in a shape, those with children.
 
-    A tree with a floor has no more than its nodes, and one level more than can be seen.
+    A tree with a min_probability has no more than its nodes, and one level more than can be seen.
     """
     assert plan.expanded == expanded
-    assert plan.levels == plan.depth + (plan.floor > 0)
+    assert plan.levels == plan.depth + (plan.min_probability > 0)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_plan_has_no_more_nodes_than_its_levels_hold(plan: TreePlan, nodes: in
 @FAST
 @given(plans())
 def test_a_rounded_plan_still_holds_every_node(plan: TreePlan) -> None:
-    rounded = plan.rounded()
+    rounded = plan.bucketed()
     assert rounded.depth == plan.depth
     assert rounded.nodes >= plan.nodes
     assert rounded.width >= plan.width
@@ -151,16 +151,16 @@ def test_a_rounded_plan_still_holds_every_node(plan: TreePlan) -> None:
 
 
 def check_fixed(plan: TreePlan) -> None:
-    fixed = plan.fixed()
+    fixed = plan.with_fixed_shape()
     assert fixed.shape is not None
-    shape = Shape.of(fixed.shape)
+    shape = TreeShape.of(fixed.shape)
     assert fixed.nodes == len(fixed.shape) <= plan.nodes
     assert fixed.depth == plan.depth
     assert fixed.branch <= plan.branch
     assert list(shape.depths) == sorted(shape.depths), "level by level"
     for level in shape.levels:
         assert len({fixed.shape[node] for node in level}) <= plan.width, "no more nodes of a level are expanded"
-    assert fixed.fixed() == fixed
+    assert fixed.with_fixed_shape() == fixed
 
 
 @FAST
@@ -179,7 +179,7 @@ def test_every_legal_plan_has_a_fixed_shape(plan: TreePlan) -> None:
 def test_a_fixed_plan_fills_its_budget(depth: int, branch: int) -> None:
     full = sum(branch**level for level in range(depth + 1))
     nodes = max(min(full, 40), depth + 1)
-    assert TreePlan(depth, 40, branch, nodes).fixed().nodes == min(nodes, full)
+    assert TreePlan(depth, 40, branch, nodes).with_fixed_shape().nodes == min(nodes, full)
 
 
 # Nodes without the root, leaves, and nodes of each depth, as published.
@@ -200,7 +200,7 @@ def test_all_published_tables_are_there() -> None:
 def test_published_tables(name: str) -> None:
     nodes, leaves, per_depth = PUBLISHED[name]
     parents = load_shape(name)
-    shape = Shape.of(parents)
+    shape = TreeShape.of(parents)
     assert len(parents) - 1 == nodes
     assert len(set(range(len(parents))) - set(parents)) == leaves
     assert [len(level) for level in shape.levels[1:]] == per_depth
@@ -245,23 +245,23 @@ def test_a_shape_from_a_file(tmp_path: Path) -> None:
 @FAST
 @given(st.lists(plans().filter(lambda plan: plan.depth <= 12 and plan.width <= 20), min_size=1, max_size=4))
 def test_an_envelope_holds_every_plan_and_no_more(group: list[TreePlan]) -> None:
-    found = envelope(group)
+    found = covering_plan(group)
     for name in ("depth", "width", "branch", "nodes"):
         assert getattr(found, name) == max(getattr(plan, name) for plan in group)
-    assert envelope(group[:1]) == group[0]
-    assert envelope(group[::-1]) == found
+    assert covering_plan(group[:1]) == group[0]
+    assert covering_plan(group[::-1]) == found
 
 
 @FAST
 @given(shapes(), st.lists(st.integers(0, 8), min_size=1, max_size=4))
 def test_an_envelope_of_one_shape_cut_differently_is_the_longest_cut(parents: tuple[int, ...], cuts: list[int]) -> None:
     plan = TreePlan.of(parents)
-    assert envelope([plan.cut(depth) for depth in cuts]) == plan.cut(max(cuts))
+    assert covering_plan([plan.truncate(depth) for depth in cuts]) == plan.truncate(max(cuts))
 
 
 def test_different_shapes_have_no_envelope() -> None:
     with pytest.raises(ConfigError, match=r"share one tree shape.*batch size 1"):
-        envelope([TreePlan.of((-1, 0, 0)), TreePlan.of((-1, 0, 1))])
+        covering_plan([TreePlan.of((-1, 0, 0)), TreePlan.of((-1, 0, 1))])
 
 
 def test_plans_are_keys() -> None:

@@ -17,7 +17,7 @@ from tables import TableDrafter, TableTarget, draw, tables
 
 from underdraw.drafters.forced import Forced
 from underdraw.errors import ConfigError
-from underdraw.history import History, Record, Step
+from underdraw.history import History, StepResult, TreeRecord
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
@@ -47,7 +47,7 @@ def set_cells(history: History, cells: dict[tuple[int, int], tuple[int, int, int
     """Pretend that trees of the given (depth, width, accepted) have produced some cells."""
     for index, (cell, state) in enumerate(cells.items()):
         step = history.layout.step(*cell)
-        history.tokens[step], history.tree[step] = history.layout.codes.start, index
+        history.tokens[step], history.pass_index[step] = history.layout.codes.start, index
         history.depth[step], history.width[step], history.accepted[step] = state
 
 
@@ -80,7 +80,7 @@ def test_same_history_same_plan_and_nothing_changes(spec: str, history: History,
     assert policy.plan(before, step) == plan, "the same, whatever was asked in between"
     assert policies.build(spec).plan(history, step) == plan
     assert np.random.get_state()[1].tolist() == state, "no global randomness"  # type: ignore[index]
-    for name in ("tokens", "tree", "depth", "width", "nodes", "accepted", "rank"):
+    for name in ("tokens", "pass_index", "depth", "width", "nodes", "accepted", "rank"):
         assert np.array_equal(getattr(history, name), getattr(before, name))
     assert (history.seed, history.passes, history.seconds) == (before.seed, before.passes, before.seconds)
 
@@ -161,7 +161,7 @@ def test_a_root_that_is_a_row_end_starts_from_the_tree_that_drew_it() -> None:
     history = History(ROW_ENDS)
     step = ROW_ENDS.step(0, 2) + 1
     assert Adjacency().plan(history, step) == TreePlan(6, 7, 7, 59)
-    history.tree[step], history.depth[step], history.width[step], history.accepted[step] = 3, 8, 4, 0
+    history.pass_index[step], history.depth[step], history.width[step], history.accepted[step] = 3, 8, 4, 0
     assert Adjacency().plan(history, step) == TreePlan(7, 5, 5, 59)
 
 
@@ -204,17 +204,17 @@ def test_sizes_of_the_policies_that_do_not_look() -> None:
 def worked() -> History:
     """Steps 0: prologue; 1-3, 5-7: cells; 4, 8: row ends; 9: epilogue. Three passes after the first token."""
     history = History(ROW_ENDS)
-    history.begin(5)
-    history.write(Step(0, 0, 1, 1, TreePlan(3, 2, 2, 7), (6, 7), (1,), 0.5))
-    history.write(Step(1, 0, 3, 2, TreePlan(2, 4, 4, 9), (9, 4, 5), (0, 0), 0.25))
-    history.write(Step(2, 0, 6, 0, TreePlan(0, 1, 1, 1), (7,), (), 0.125))
+    history.record_first(5)
+    history.record(StepResult(0, 0, 1, 1, TreePlan(3, 2, 2, 7), (6, 7), (1,), 0.5))
+    history.record(StepResult(1, 0, 3, 2, TreePlan(2, 4, 4, 9), (9, 4, 5), (0, 0), 0.25))
+    history.record(StepResult(2, 0, 6, 0, TreePlan(0, 1, 1, 1), (7,), (), 0.125))
     return history
 
 
 def test_history_records_what_was_written() -> None:
     history = worked()
     assert history.tokens.tolist() == [1, 5, 6, 7, 9, 4, 5, 7, 9, 2]
-    assert history.tree.tolist() == [-2, -2, 0, 0, 1, 1, 1, 2, -2, -2]
+    assert history.pass_index.tolist() == [-2, -2, 0, 0, 1, 1, 1, 2, -2, -2]
     assert history.depth.tolist() == [0, 0, 3, 3, 2, 2, 2, 0, 0, 0]
     assert history.width.tolist() == [0, 0, 2, 2, 4, 4, 4, 1, 0, 0]
     assert history.nodes.tolist() == [0, 0, 7, 7, 9, 9, 9, 1, 0, 0]
@@ -235,18 +235,18 @@ def test_history_sums() -> None:
 
 def test_history_maps_are_pictures() -> None:
     history = worked()
-    assert history.map("tree").tolist() == [[-2, 0, 0], [1, 1, 2]]
-    assert history.map("accepted").tolist() == [[0, 1, 1], [2, 2, 0]]
-    assert history.map("depth").tolist() == [[0, 3, 3], [2, 2, 0]]
-    assert history.map("tokens").tolist() == [[5, 6, 7], [4, 5, 7]]
+    assert history.grid("pass_index").tolist() == [[-2, 0, 0], [1, 1, 2]]
+    assert history.grid("accepted").tolist() == [[0, 1, 1], [2, 2, 0]]
+    assert history.grid("depth").tolist() == [[0, 3, 3], [2, 2, 0]]
+    assert history.grid("tokens").tolist() == [[5, 6, 7], [4, 5, 7]]
 
 
 def test_history_at_gives_the_tree_of_a_step() -> None:
     history = worked()
-    assert history.at(2) == history.at(3) == Record(3, 2, 1)
-    assert history.at(4) == Record(2, 4, 2)
-    assert history.at(7) == Record(0, 1, 0)
-    assert [history.at(step) for step in (-1, 0, 1, 8, 9, 10)] == [None] * 6
+    assert history.tree_at(2) == history.tree_at(3) == TreeRecord(3, 2, 1)
+    assert history.tree_at(4) == TreeRecord(2, 4, 2)
+    assert history.tree_at(7) == TreeRecord(0, 1, 0)
+    assert [history.tree_at(step) for step in (-1, 0, 1, 8, 9, 10)] == [None] * 6
 
 
 def test_history_knows_how_far_it_is() -> None:
@@ -254,24 +254,24 @@ def test_history_knows_how_far_it_is() -> None:
     assert (history.next_step, history.done, history.passes) == (1, False, 0)
     assert math.isnan(history.tokens_per_pass)
     assert math.isnan(history.mean_depth)
-    history.begin(5)
+    history.record_first(5)
     assert (history.next_step, history.done) == (2, False)
-    history.write(Step(0, 0, 1, 1, TreePlan(3, 2, 2, 7), (6, 7), (1,), 0.5))
+    history.record(StepResult(0, 0, 1, 1, TreePlan(3, 2, 2, 7), (6, 7), (1,), 0.5))
     assert (history.next_step, history.done) == (4, False)
-    assert history.at(4) is None
+    assert history.tree_at(4) is None
     assert worked().next_step == ROW_ENDS.steps
 
 
 def test_an_image_of_one_cell_is_done_at_once() -> None:
     history = History(Layout(1, 1, range(4, 8), row_end=9, epilogue=(2, 3)))
-    history.begin(6)
+    history.record_first(6)
     assert history.done
     assert history.tokens.tolist() == [6, 9, 2, 3]
 
 
 @pytest.mark.parametrize(("record", "rate"), [((4, 1, 1), 0.25), ((4, 9, 4), 1.0), ((0, 1, 0), 1.0), ((5, 1, 0), 0.0)])
 def test_the_rate_is_the_accepted_share_of_the_depth(record: tuple[int, int, int], rate: float) -> None:
-    assert Record(*record).rate == rate
+    assert TreeRecord(*record).rate == rate
 
 
 @pytest.mark.parametrize(
@@ -285,10 +285,10 @@ def test_imports_without_torch(module: str) -> None:
 
 
 def test_cost_asks_of_a_node_what_it_costs_next_door() -> None:
-    """The floor is the price of a node over the price of a token nearby: left, and above the cells to come."""
+    """The min_probability is the price of a node over the price of a token nearby: left, and above the cells to come."""
     policy = Cost(plain=20, base=20, node=1, level=0.5, reach=2, retry=4)
     history = History(Layout(3, 8, range(4, 12)))
-    assert policy.plan(history, 0).floor == pytest.approx(1 / 10)  # nothing is known: half a plain pass
+    assert policy.plan(history, 0).min_probability == pytest.approx(1 / 10)  # nothing is known: half a plain pass
     for step, (depth, nodes, accepted) in {
         9: (4, 8, 3),
         10: (4, 8, 3),
@@ -296,18 +296,18 @@ def test_cost_asks_of_a_node_what_it_costs_next_door() -> None:
         4: (2, 3, 0),
         0: (9, 9, 9),
     }.items():
-        history.tree[step], history.depth[step] = step, depth
+        history.pass_index[step], history.depth[step] = step, depth
         history.nodes[step], history.accepted[step] = nodes, accepted
     left, above = (20 + 8 + 2) / 4, 20 + 3 + 1
     worth = (2 * left + 2 * above) / 4  # steps 9 and 10, and of row 0 the cells 3 and 4 above those that follow
-    assert policy.plan(history, 10).floor == pytest.approx(round(1 / worth, 3))
+    assert policy.plan(history, 10).min_probability == pytest.approx(round(1 / worth, 3))
 
 
 def test_cost_stops_growing_trees_that_do_not_pay_and_tries_again() -> None:
     policy = Cost(plain=10, base=20, node=1, level=0, reach=2, retry=4)
     history = History(Layout(1, 12, range(4, 12)))
     for step in range(1, 12):
-        history.tree[step], history.depth[step], history.nodes[step] = step, 1, 2  # nothing was ever accepted
+        history.pass_index[step], history.depth[step], history.nodes[step] = step, 1, 2  # nothing was ever accepted
     assert [policy.plan(history, step).depth for step in range(4, 9)] == [12, 0, 0, 0, 12]
 
 

@@ -24,12 +24,12 @@ ROW_ENDS = Layout(3, 4, range(4, 16), prologue=(1, 2), row_end=30, epilogue=(3,)
 @pytest.mark.parametrize("layout", [PLAIN, ROW_ENDS], ids=["plain", "row-ends"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_scores_of_a_level_are_the_scores_of_its_depth(layout: Layout, temperature: float) -> None:
-    draws = Sampler(layout, [4, 5], temperature=temperature, top_k=4).draws(torch.tensor([2, 7]), 5)
+    noise_window = Sampler(layout, [4, 5], temperature=temperature, top_k=4).noise_window(torch.tensor([2, 7]), 5)
     logits = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(0))
     for depth in range(1, 6):
         depths = torch.full((2, 3), depth)
-        assert torch.equal(draws.level_scores(logits, depth), draws.scores(logits, depths))
-        assert torch.equal(draws.level_scaled(logits, depth), draws.scaled(logits, depths))
+        assert torch.equal(noise_window.level_scores(logits, depth), noise_window.scores(logits, depths))
+        assert torch.equal(noise_window.level_scaled(logits, depth), noise_window.scaled(logits, depths))
 
 
 @pytest.mark.parametrize("columns", [5, 300, 1024, 1025, 8192])
@@ -57,8 +57,8 @@ def test_the_argmax_is_a_draw_from_the_law(temperature: float, filters: dict[str
     logits = torch.tensor([0.3, 2.0, -1.0, 0.0, 1.2, 0.9, -3.0, 1.9, 0.1, -0.4, 0.6, -8.0])
     count = 20000
     sampler = Sampler(PLAIN, list(range(count)), temperature=temperature, **filters)  # type: ignore[arg-type]
-    draws = sampler.draws(torch.zeros(count, dtype=torch.int64), 2)
-    drawn = draws.scores(logits.expand(count, 1, -1), torch.full((count, 1), 2)).argmax(-1)
+    noise_window = sampler.noise_window(torch.zeros(count, dtype=torch.int64), 2)
+    drawn = noise_window.scores(logits.expand(count, 1, -1), torch.full((count, 1), 2)).argmax(-1)
     expected = law(logits, temperature, **filters) * count  # type: ignore[arg-type]
     observed = np.bincount(drawn[:, 0], minlength=12)
     assert observed[expected == 0].sum() == 0, "a filtered code was drawn"
@@ -70,8 +70,8 @@ def test_the_argmax_is_a_draw_from_the_law(temperature: float, filters: dict[str
 
 def scaled(sampler: Sampler, logits: Tensor) -> Tensor:
     """Filtered logits (N, K) as the first token of an image sees them."""
-    draws = sampler.draws(torch.zeros_like(sampler.seeds) - 1, 1)
-    return draws.scaled(logits[None], torch.ones(1, len(logits), dtype=torch.int64, device=logits.device))[0]
+    noise_window = sampler.noise_window(torch.zeros_like(sampler.seeds) - 1, 1)
+    return noise_window.scaled(logits[None], torch.ones(1, len(logits), dtype=torch.int64, device=logits.device))[0]
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
@@ -103,8 +103,8 @@ def test_top_k_keeps_ties_with_the_kth(logits: list[float], top_k: int, kept: li
 
 def test_top_p_keeps_the_fewest_codes_that_reach_it() -> None:
     sampler = Sampler(Layout(2, 2, range(4)), [0], top_p=0.75)
-    laws = torch.tensor([[0.1, 0.5, 0.26, 0.14], [0.25, 0.25, 0.25, 0.25], [0.74, 0.02, 0.2, 0.04]])
-    kept = scaled(sampler, laws.log()).isfinite()
+    token_stats = torch.tensor([[0.1, 0.5, 0.26, 0.14], [0.25, 0.25, 0.25, 0.25], [0.74, 0.02, 0.2, 0.04]])
+    kept = scaled(sampler, token_stats.log()).isfinite()
     assert kept[0].tolist() == [False, True, True, False]
     assert kept[1].sum() == 3
     assert kept[2].tolist() == [True, False, True, False]
@@ -113,10 +113,10 @@ def test_top_p_keeps_the_fewest_codes_that_reach_it() -> None:
 def test_temperature_zero_has_no_noise_and_no_filters() -> None:
     logits = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0))
     sampler = Sampler(PLAIN, [1, 2], temperature=0, top_k=2, top_p=0.1)
-    draws = sampler.draws(torch.tensor([0, 3]), 5)
+    noise_window = sampler.noise_window(torch.tensor([0, 3]), 5)
     assert sampler.greedy
-    assert draws.noise is None
-    assert torch.equal(draws.scores(logits, torch.arange(1, 6).expand(2, 5)), logits)
+    assert noise_window.noise is None
+    assert torch.equal(noise_window.scores(logits, torch.arange(1, 6).expand(2, 5)), logits)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0}, {"top_k": 2}, {"top_p": 0.3, "temperature": 0.5}])
@@ -125,9 +125,9 @@ def test_a_forced_step_has_exactly_one_finite_score(settings: dict[str, float]) 
     layout = ROW_ENDS
     reach = layout.stop - layout.start
     sampler = Sampler(layout, [3, 4], **settings)  # type: ignore[arg-type]
-    draws = sampler.draws(torch.full((2,), layout.start - 1), reach)
+    noise_window = sampler.noise_window(torch.full((2,), layout.start - 1), reach)
     logits = torch.randn(2, reach, 12, generator=torch.Generator().manual_seed(1))
-    finite = draws.scores(logits, torch.arange(1, reach + 1).expand(2, -1)).isfinite()
+    finite = noise_window.scores(logits, torch.arange(1, reach + 1).expand(2, -1)).isfinite()
     assert finite.shape == (2, reach, 13)
     for ahead in range(reach):
         if layout.cell(layout.start + ahead) is None:
@@ -181,14 +181,14 @@ def test_noise_drawn_ahead_is_that_of_every_step(layout: Layout) -> None:
     sampler = Sampler(layout, [3, 4])
     for seeds in ([3, 4], [7, 9]):
         fresh = Sampler(layout, seeds)
-        sampler.look_ahead(fresh.seeds, ("target", "draft", "accept"))
+        sampler.precompute_noise(fresh.seeds, ("target", "draft", "accept"))
         roots = torch.tensor([layout.start, layout.steps - 4])
-        looked, made = sampler.draws(roots, 3), fresh.draws(roots, 3)
+        looked, made = sampler.noise_window(roots, 3), fresh.noise_window(roots, 3)
         assert looked.noise is not None and made.noise is not None and torch.equal(looked.noise, made.noise)
         assert torch.equal(looked.gumbel("draft"), made.gumbel("draft"))
         assert torch.equal(looked.gumbel("draft", 2), made.gumbel("draft", 2))
         assert torch.equal(looked.uniform(5), made.uniform(5)) and torch.equal(looked.uniform(99), made.uniform(99))
-    beyond = sampler.draws(torch.tensor([layout.steps - 2] * 2), 4)
+    beyond = sampler.noise_window(torch.tensor([layout.steps - 2] * 2), 4)
     assert beyond.noise is not None and beyond.noise.shape[:2] == (2, 4)
     assert not sampler.copy().ahead
 
@@ -196,5 +196,5 @@ def test_noise_drawn_ahead_is_that_of_every_step(layout: Layout) -> None:
 def test_too_much_noise_is_not_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "AHEAD", 700)
     sampler = Sampler(PLAIN, [3])
-    sampler.look_ahead(sampler.seeds)
+    sampler.precompute_noise(sampler.seeds)
     assert not sampler.ahead

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from underdraw.errors import CheckpointError
-from underdraw.nn import storage
-from underdraw.nn.storage import dequantise, load_weights, quantise, save_weights
+from underdraw.nn import weights as storage
+from underdraw.nn.weights import dequantise, load_weights, quantise, save_weights
 
 
 def state() -> dict[str, torch.Tensor]:

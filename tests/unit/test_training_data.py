@@ -17,25 +17,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from underdraw.errors import CheckpointError, ConfigError
-from underdraw.layout import Layout
-from underdraw.models.tiny import tiny_arch
-from underdraw.nn.storage import load_weights, save_weights
-from underdraw.nn.text import BEGIN, PAD, TextTokenizer
-from underdraw.nn.transformer import Transformer
-from underdraw.nn.vq import VQTokenizer, load_tokenizer, save_tokenizer
-from underdraw.training import model as model_training
-from underdraw.training.checkpoint import load_state
-from underdraw.training.collect import portrait_phrase
-from underdraw.training.compose import COLOURS, PALETTE, Composer, Painter, Recipe, Scenes, Sizes
-from underdraw.training.data import Pack, Picture, caption, is_held_out, pair_caption, write_pack
-from underdraw.training.emoji import noun_phrase
-from underdraw.training.foresight import Foresight, Scorer
-from underdraw.training.losses import _ArraysOnly
-from underdraw.training.model import ModelTraining, initialise
-from underdraw.training.sources import PACKAGES, deb_members, fetch
-from underdraw.training.text import caption_texts, learn
-from underdraw.training.tokenizer import (
+from recipes.tiny import train_decoder as model_training
+from recipes.tiny.collect import portrait_phrase
+from recipes.tiny.compose import COLOURS, PALETTE, Composer, Painter, Recipe, Scenes, Sizes
+from recipes.tiny.data import Pack, Picture, caption, is_held_out, pair_caption, write_pack
+from recipes.tiny.emoji import noun_phrase
+from recipes.tiny.lpips import _ArraysOnly
+from recipes.tiny.multi_token_loss import Foresight, Scorer
+from recipes.tiny.sources import PACKAGES, deb_members, fetch
+from recipes.tiny.text import caption_texts, learn
+from recipes.tiny.train_decoder import ModelTraining, initialise
+from recipes.tiny.train_tokenizer import (
     SMOKE_ARCH,
     Evaluator,
     TokenizerTraining,
@@ -43,6 +35,14 @@ from underdraw.training.tokenizer import (
     train,
     unsteadiness,
 )
+from underdraw.errors import CheckpointError, ConfigError
+from underdraw.layout import Layout
+from underdraw.models.tiny import tiny_arch
+from underdraw.nn.transformer import Transformer
+from underdraw.nn.weights import load_weights, save_weights
+from underdraw.tokenizers.fsq import VQTokenizer, load_tokenizer, save_tokenizer
+from underdraw.tokenizers.text import BEGIN, PAD, TextTokenizer
+from underdraw.training.checkpoint import load_state
 
 PX = 64
 SUBJECTS = 80

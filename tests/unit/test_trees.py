@@ -14,21 +14,21 @@ from torch import Tensor
 
 from underdraw.calibration import Calibration
 from underdraw.layout import Layout
-from underdraw.plan import Shape, TreePlan
+from underdraw.plan import TreePlan, TreeShape
 from underdraw.registry import policies
-from underdraw.sampling import Draws, Sampler
+from underdraw.sampling import NoiseWindow, Sampler
 from underdraw.tree import (
+    AcceptedPath,
     DraftTree,
-    Expand,
-    Level,
-    Limits,
+    ExpandFn,
+    Frontier,
     Proposal,
-    Verdict,
-    ancestry,
+    TreeLimits,
+    ancestor_mask,
     chain,
-    envelope,
-    grow,
-    only_root,
+    covering_plan,
+    grow_tree,
+    root_only,
 )
 from underdraw.verifiers.exact import Exact, agree, agree_at_once
 
@@ -40,8 +40,10 @@ FAST = settings(max_examples=100, deadline=None, derandomize=True)
 @st.composite
 def plans(draw: Any, deepest: int = 6) -> TreePlan:
     depth, width = draw(st.integers(0, deepest)), draw(st.integers(1, 6))
-    floor = draw(st.sampled_from([0.0, 0.0, 0.02, 0.3]))
-    return TreePlan(depth, width, draw(st.integers(1, 8)), draw(st.integers(depth + 1, 40)), floor=floor)
+    min_probability = draw(st.sampled_from([0.0, 0.0, 0.02, 0.3]))
+    return TreePlan(
+        depth, width, draw(st.integers(1, 8)), draw(st.integers(depth + 1, 40)), min_probability=min_probability
+    )
 
 
 @st.composite
@@ -68,7 +70,7 @@ class Grown:
     tree: DraftTree
     plan: TreePlan
     own: list[TreePlan]
-    draws: Draws
+    noise_window: NoiseWindow
 
 
 @st.composite
@@ -76,24 +78,26 @@ def grown(draw: Any, proposals: tuple[Proposal, ...] = PROPOSALS, shaped: bool =
     layout, batch = draw(layouts()), draw(st.integers(1, 3))
     if shaped:
         plan = TreePlan.of(draw(shapes()))
-        own = [plan.cut(draw(st.integers(0, plan.depth))) for _ in range(batch)]
+        own = [plan.truncate(draw(st.integers(0, plan.depth))) for _ in range(batch)]
     else:
         own = [draw(plans()) for _ in range(batch)]
-        plan = envelope(own)
+        plan = covering_plan(own)
     sampler = Sampler(
         layout, [draw(st.integers(0, 2**62 - 1)) for _ in range(batch)],
         temperature=draw(st.sampled_from([0.0, 0.5, 1.0])), top_k=draw(st.sampled_from([0, 1, 3])),
     )  # fmt: skip
-    draws = sampler.draws(torch.tensor([draw(st.integers(0, layout.steps)) for _ in range(batch)]), plan.depth + 1)
+    noise_window = sampler.noise_window(
+        torch.tensor([draw(st.integers(0, layout.steps)) for _ in range(batch)]), plan.depth + 1
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     spread = draw(st.sampled_from([0.0, 1.0, 5.0, 200.0]))
-    tree = grow(
+    tree = grow_tree(
         lambda level: torch.randn(*level.tokens.shape, len(layout.codes), generator=generator) * spread,
-        torch.full((batch,), 4), plan, draws, proposal=draw(st.sampled_from(proposals)),
+        torch.full((batch,), 4), plan, noise_window, proposal=draw(st.sampled_from(proposals)),
         calibration=draw(st.sampled_from([None, Calibration(), Calibration(2.0, (0.0, -0.7, 0.4), 0.01)])),
-        limits=None if all(p == plan for p in own) else Limits.of(own, torch.device("cpu")),
+        limits=None if all(p == plan for p in own) else TreeLimits.of(own, torch.device("cpu")),
     )  # fmt: skip
-    return Grown(tree, plan, own, draws)
+    return Grown(tree, plan, own, noise_window)
 
 
 def nodes_of(tree: DraftTree, row: int) -> list[tuple[int, int, int, int]]:
@@ -163,17 +167,19 @@ def test_trees_stay_within_their_own_plans(result: Grown) -> None:
     check_size(result.tree, result.own)
 
 
-def expand_at_random(layout: Layout, seed: int) -> Expand:
+def expand_at_random(layout: Layout, seed: int) -> ExpandFn:
     generator = torch.Generator().manual_seed(seed)
     return lambda level: torch.randn(*level.tokens.shape, len(layout.codes), generator=generator) * 2
 
 
 def test_sampled_trees_stay_within_their_own_plans() -> None:
     own = [TreePlan(5, 1, 1, 6), TreePlan(2, 6, 6, 30)]
-    draws = Sampler(PLAIN, [0, 1]).draws(torch.tensor([0, 3]), 6)
-    limits = Limits.of(own, torch.device("cpu"))
+    noise_window = Sampler(PLAIN, [0, 1]).noise_window(torch.tensor([0, 3]), 6)
+    limits = TreeLimits.of(own, torch.device("cpu"))
     root = torch.tensor([4, 4])
-    tree = grow(expand_at_random(PLAIN, 0), root, envelope(own), draws, proposal="sampled", limits=limits)
+    tree = grow_tree(
+        expand_at_random(PLAIN, 0), root, covering_plan(own), noise_window, proposal="sampled", limits=limits
+    )
     check_form(tree)
     check_size(tree, own)
 
@@ -182,11 +188,11 @@ def test_no_calibration_breaks_a_tree() -> None:
     """A kept node's parent is kept, whatever the biases: at every budget, with forced tokens among the children."""
     layout = Layout(4, 3, range(4, 20), row_end=30)
     for seed in range(20):
-        draws = Sampler(layout, [seed]).draws(torch.tensor([0]), 6)
+        noise_window = Sampler(layout, [seed]).noise_window(torch.tensor([0]), 6)
         for nodes in range(6, 26):
             check_form(
-                grow(
-                    expand_at_random(layout, seed), torch.tensor([5]), TreePlan(5, 4, 4, nodes), draws,
+                grow_tree(
+                    expand_at_random(layout, seed), torch.tensor([5]), TreePlan(5, 4, 4, nodes), noise_window,
                     calibration=Calibration(biases=(0.85, 0.65)),
                 )
             )  # fmt: skip
@@ -195,10 +201,10 @@ def test_no_calibration_breaks_a_tree() -> None:
 @pytest.mark.parametrize(("width", "nodes"), [(4, 30), (2, 19)])
 def test_a_plan_is_used_up(width: int, nodes: int) -> None:
     """Trees are as large as the plan allows where there are children enough, be it by its nodes or by its levels."""
-    draws = Sampler(PLAIN, [3]).draws(torch.tensor([0]), 6)
+    noise_window = Sampler(PLAIN, [3]).noise_window(torch.tensor([0]), 6)
     plan = TreePlan(5, width, width, 30)
     for proposal in PROPOSALS:
-        tree = grow(expand_at_random(PLAIN, 1), torch.tensor([4]), plan, draws, proposal=proposal)
+        tree = grow_tree(expand_at_random(PLAIN, 1), torch.tensor([4]), plan, noise_window, proposal=proposal)
         assert tree.size == plan.nodes == nodes
         assert int((tree.depths >= 0).sum()) == nodes
         assert (tree.q is None) == (proposal != "sampled")
@@ -207,20 +213,20 @@ def test_a_plan_is_used_up(width: int, nodes: int) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_children_are_what_their_proposal_says(temperature: float) -> None:
     """coupled: best of log q + the target's noise; topk: best of q; sampled: best of log q + noise of its own."""
-    draws = Sampler(PLAIN, [5, 6], temperature=temperature).draws(torch.tensor([2, 9]), 3)
+    noise_window = Sampler(PLAIN, [5, 6], temperature=temperature).noise_window(torch.tensor([2, 9]), 3)
     logits = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(0))
     plan = TreePlan.of((-1, 0, 0, 1, 1, 2))
 
-    def expand(level: Level) -> Tensor:
+    def expand(level: Frontier) -> Tensor:
         return logits[:, : level.tokens.shape[1]] if level.depth == 0 else logits[:, 1 : 1 + level.tokens.shape[1]]
 
     for proposal in PROPOSALS:
-        tree = grow(expand, torch.tensor([4, 4]), plan, draws, proposal=proposal)
+        tree = grow_tree(expand, torch.tensor([4, 4]), plan, noise_window, proposal=proposal)
         for row in range(2):
             for parent, line, level in ((0, 0, 0), (1, 1, 1), (2, 2, 1)):
                 noise = torch.zeros(12)
                 if temperature and proposal != "topk":
-                    noise = draws.gumbel("target" if proposal == "coupled" else "draft")[row, level]
+                    noise = noise_window.gumbel("target" if proposal == "coupled" else "draft")[row, level]
                 order = (logits[row, line] + noise).argsort(descending=True)
                 found = tree.tokens[row][(tree.parents[row] == parent) & (tree.depths[row] > 0)]
                 assert (found - 4).tolist() == order[: len(found)].tolist()
@@ -229,7 +235,7 @@ def test_children_are_what_their_proposal_says(temperature: float) -> None:
 
 
 def grown_slowly(
-    table: Tensor, plan: TreePlan, draws: Draws, proposal: Proposal, calibration: Calibration | None
+    table: Tensor, plan: TreePlan, noise_window: NoiseWindow, proposal: Proposal, calibration: Calibration | None
 ) -> set[tuple[int, ...]]:
     """The columns that lead to each kept node, grown one node at a time; the table is (depth, last column, K)."""
     level: list[tuple[tuple[int, ...], float]] = [((), 0.0)]  # (path, log chance) of the nodes to expand
@@ -238,7 +244,7 @@ def grown_slowly(
         found: list[tuple[tuple[int, ...], float]] = []
         for path, reached in level:
             logits = table[depth - 1, path[-1] if path else 0]
-            scores = logits if proposal == "topk" else logits + draws.gumbel("target")[0, depth - 1]
+            scores = logits if proposal == "topk" else logits + noise_window.gumbel("target")[0, depth - 1]
             columns = scores.argsort(descending=True)[: plan.branch]
             chances = logits.log_softmax(-1)[columns]
             if calibration is not None and proposal == "coupled":
@@ -269,15 +275,15 @@ def test_growth_matches_a_slow_one(plan: TreePlan, proposal: Proposal, calibrati
     """Best first: the most promising nodes are expanded, and the best of all that were seen are kept."""
     for seed in range(5):
         table = torch.randn(5, 12, 12, generator=torch.Generator().manual_seed(seed))
-        draws = Sampler(PLAIN, [seed]).draws(torch.tensor([0]), 6)
-        tree = grow(
+        noise_window = Sampler(PLAIN, [seed]).noise_window(torch.tensor([0]), 6)
+        tree = grow_tree(
             lambda level, table=table: table[level.depth, (level.tokens - 4) * (level.depth > 0)],  # type: ignore[misc]
-            torch.tensor([9]), plan, draws, proposal=proposal, calibration=calibration,
+            torch.tensor([9]), plan, noise_window, proposal=proposal, calibration=calibration,
         )  # fmt: skip
         paths: list[tuple[int, ...]] = []
         for token, parent, _, _ in nodes_of(tree, 0):
             paths.append(() if parent < 0 else (*paths[parent], token - 4))
-        assert set(paths[1:]) == grown_slowly(table, plan, draws, proposal, calibration)
+        assert set(paths[1:]) == grown_slowly(table, plan, noise_window, proposal, calibration)
 
 
 # ----------------------------------------------------------------------------------------------- walking down trees
@@ -298,7 +304,7 @@ def walk(tree: DraftTree, choices: Tensor, row: int) -> tuple[list[int], int]:
         path.append(steps[0])
 
 
-def agreed(tree: DraftTree, choices: Tensor) -> Verdict:
+def agreed(tree: DraftTree, choices: Tensor) -> AcceptedPath:
     """`agree` with the choices (B, N) of all nodes known beforehand."""
     return agree(tree, tree.size, lambda node, depth: choices.gather(1, node[:, None])[:, 0])
 
@@ -311,39 +317,41 @@ def test_agree_matches_a_slow_walk(result: Grown, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     pick = torch.randint(tree.size, tree.tokens.shape, generator=generator)
     choices = tree.tokens.gather(1, pick)
-    verdict = agreed(tree, choices)
+    accepted_path = agreed(tree, choices)
     for row in range(tree.tokens.shape[0]):
         path, next_token = walk(tree, choices, row)
-        assert verdict.length[row] == len(path) - 1
-        assert verdict.path[row].tolist() == path + [0] * (verdict.path.shape[1] - len(path))
-        assert verdict.next_token[row] == next_token
+        assert accepted_path.length[row] == len(path) - 1
+        assert accepted_path.path[row].tolist() == path + [0] * (accepted_path.path.shape[1] - len(path))
+        assert accepted_path.next_token[row] == next_token
         assert (tree.depths[row, path] >= 0).all()
-    at_once, width = agree_at_once(tree, tree.size, choices), verdict.path.shape[1]
-    assert torch.equal(at_once.path[:, :width], verdict.path) and not at_once.path[:, width:].any()
-    assert torch.equal(at_once.length, verdict.length) and torch.equal(at_once.next_token, verdict.next_token)
-    narrow = verdict.narrow(int(verdict.length.max()))
-    assert narrow.path.shape[1] == int(verdict.length.max()) + 1
+    at_once, width = agree_at_once(tree, tree.size, choices), accepted_path.path.shape[1]
+    assert torch.equal(at_once.path[:, :width], accepted_path.path) and not at_once.path[:, width:].any()
+    assert torch.equal(at_once.length, accepted_path.length) and torch.equal(
+        at_once.next_token, accepted_path.next_token
+    )
+    narrow = accepted_path.narrow(int(accepted_path.length.max()))
+    assert narrow.path.shape[1] == int(accepted_path.length.max()) + 1
 
 
 def test_padding_never_wins() -> None:
     tree = chain(torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]), torch.tensor([1, 3]))
-    verdict = agreed(tree, torch.tensor([[6, 7, 8, 9], [6, 7, 8, 9]]))
-    assert verdict.length.tolist() == [1, 3]
-    assert verdict.next_token.tolist() == [7, 9]
-    assert verdict.path.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
+    accepted_path = agreed(tree, torch.tensor([[6, 7, 8, 9], [6, 7, 8, 9]]))
+    assert accepted_path.length.tolist() == [1, 3]
+    assert accepted_path.next_token.tolist() == [7, 9]
+    assert accepted_path.path.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
 
 
 def test_only_root_and_chain() -> None:
-    check_form(only_root(torch.tensor([7, 8])))
+    check_form(root_only(torch.tensor([7, 8])))
     check_form(chain(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([0, 2])))
-    assert only_root(torch.tensor([7, 8])).size == 1
+    assert root_only(torch.tensor([7, 8])).size == 1
 
 
 @FAST
 @given(shapes(by_level=False))
 def test_ancestry_is_its_definition(parents: tuple[int, ...]) -> None:
-    shape = Shape.of(parents)
-    table = ancestry(torch.tensor([parents]), max(shape.depths))[0]
+    shape = TreeShape.of(parents)
+    table = ancestor_mask(torch.tensor([parents]), max(shape.depths))[0]
     for node, parent in enumerate(parents):
         line = {node} | (set(table[parent].nonzero().flatten().tolist()) if parent >= 0 else set())
         assert set(table[node].nonzero().flatten().tolist()) == line
@@ -371,35 +379,35 @@ def test_trees_never_reach_past_the_last_token(layout: Layout, policy: str, prop
         assert (steps.amax(-1) <= request.steps.clamp(min=layout.stop - 2)).all()
         drafted = tree.depths > 0
         if layout.row_end is not None:
-            assert torch.equal((tree.tokens == layout.row_end)[drafted], layout.forced(steps)[drafted])
+            assert torch.equal((tree.tokens == layout.row_end)[drafted], layout.is_row_end(steps)[drafted])
 
 
-@pytest.mark.parametrize("floor", [0.01, 0.1, 0.4])
-def test_a_floor_leaves_out_what_is_unlikely_and_nothing_else(floor: float) -> None:
-    """A tree with a floor is the tree without one, less the nodes below the floor and their descendants."""
+@pytest.mark.parametrize("min_probability", [0.01, 0.1, 0.4])
+def test_a_floor_leaves_out_what_is_unlikely_and_nothing_else(min_probability: float) -> None:
+    """A tree with a min_probability is the tree without one, less the nodes below the min_probability and their descendants."""
     sampler, calibration = Sampler(PLAIN, [11]), Calibration(1.5, (0.0, -0.2), 0.1)
-    draws = sampler.draws(torch.tensor([2]), 4)
+    noise_window = sampler.noise_window(torch.tensor([2]), 4)
 
     def logits(depth: int, token: int) -> Tensor:  # the same for the same node, whichever tree asks
         return torch.randn(12, generator=torch.Generator().manual_seed(100 * depth + token)) * 2
 
     def tree(least: float) -> DraftTree:
-        def expand(level: Level) -> Tensor:
+        def expand(level: Frontier) -> Tensor:
             return torch.stack([logits(level.depth, token) for token in level.tokens[0].tolist()])[None]
 
-        plan = TreePlan(3, 12, 12, 128, floor=least)
-        return grow(expand, torch.tensor([4]), plan, draws, calibration=calibration)
+        plan = TreePlan(3, 12, 12, 128, min_probability=least)
+        return grow_tree(expand, torch.tensor([4]), plan, noise_window, calibration=calibration)
 
     everything, chances = nodes_of(tree(0.0), 0), [1.0]
     for _, parent, depth, rank in everything[1:]:
-        scores = draws.level_scores(logits(depth - 1, everything[parent][0])[None, None], depth)
+        scores = noise_window.level_scores(logits(depth - 1, everything[parent][0])[None, None], depth)
         chance = calibration.log_chance(scores.sort(descending=True).values, forcing=False).exp()[0, 0, rank]
         chances.append(chances[parent] * float(chance))
     kept = [
         (token, depth, rank)
         for (token, _, depth, rank), chance in zip(everything, chances, strict=True)
-        if chance >= floor
+        if chance >= min_probability
     ]
-    pruned = [(token, depth, rank) for token, _, depth, rank in nodes_of(tree(floor), 0)]
+    pruned = [(token, depth, rank) for token, _, depth, rank in nodes_of(tree(min_probability), 0)]
     assert sorted(pruned) == sorted(kept)
     assert 1 < len(kept) < len(everything)

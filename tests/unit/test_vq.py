@@ -8,10 +8,10 @@ import json
 import pytest
 import torch
 
+from recipes.tiny.train_tokenizer import SMOKE_ARCH
 from underdraw.errors import CheckpointError, ConfigError
-from underdraw.nn.storage import save_weights
-from underdraw.nn.vq import FiniteScalarQuantizer, TokenizerArch, VQTokenizer, load_tokenizer, save_tokenizer
-from underdraw.training.tokenizer import SMOKE_ARCH
+from underdraw.nn.weights import save_weights
+from underdraw.tokenizers.fsq import FiniteScalarQuantizer, TokenizerArch, VQTokenizer, load_tokenizer, save_tokenizer
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
-from underdraw.sampling import Draws, Sampler
-from underdraw.tree import DraftTree, Limits, Proposal, Verdict, grow
+from underdraw.sampling import NoiseWindow, Sampler
+from underdraw.tree import AcceptedPath, DraftTree, Proposal, TreeLimits, grow_tree
 from underdraw.verifiers.lantern import Lantern
 from underdraw.verifiers.rejection import Rejection
-from underdraw.verifiers.trail import Trail
+from underdraw.verifiers.tree_walk import TreeWalk
 
 CODES = 24
 PLAIN = Layout(4, 4, range(4, 4 + CODES))
@@ -47,29 +47,31 @@ class Given:
 
     tree: DraftTree
     logits: Tensor
-    draws: Draws
+    noise_window: NoiseWindow
 
 
 def given(plan: TreePlan, proposal: Proposal, temperature: float, layout: Layout, batch: int, seed: int) -> Given:
     generator = torch.Generator().manual_seed(seed)
     sampler = Sampler(layout, range(seed, seed + batch), temperature=temperature, top_k=9)
-    draws = sampler.draws(torch.randint(layout.stop - 6, (batch,), generator=generator) + 1, plan.depth + 1)
-    cuts = [plan.cut(max(0, plan.depth - row)) for row in range(batch)]
-    tree = grow(
+    noise_window = sampler.noise_window(
+        torch.randint(layout.stop - 6, (batch,), generator=generator) + 1, plan.depth + 1
+    )
+    cuts = [plan.truncate(max(0, plan.depth - row)) for row in range(batch)]
+    tree = grow_tree(
         lambda level: 2 * torch.randn(*level.tokens.shape, CODES, generator=generator),
-        torch.full((batch,), 4), plan, draws, proposal=proposal, limits=Limits.of(cuts, torch.device("cpu")),
+        torch.full((batch,), 4), plan, noise_window, proposal=proposal, limits=TreeLimits.of(cuts, torch.device("cpu")),
     ).padded(plan.nodes + 3)  # fmt: skip
     logits = torch.randn(batch, tree.size, CODES, generator=generator)
-    place = tree.parents.clamp(min=0) * CODES + layout.columns_of(tree.tokens).clamp(0, CODES - 1)
+    place = tree.parents.clamp(min=0) * CODES + layout.vocab_indices(tree.tokens).clamp(0, CODES - 1)
     logits.flatten(1).scatter_add_(1, place, 3.0 * (tree.depths > 0))  # children are likely
-    return Given(tree, logits, draws)
+    return Given(tree, logits, noise_window)
 
 
-def at_once(verifier: Any, of: Given) -> Verdict:
+def at_once(verifier: Any, of: Given) -> AcceptedPath:
     """What a device does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trail, "at_once", lambda on: True)
-        return verifier.verify(of.tree, of.logits, of.draws)
+        patch.setattr(TreeWalk, "at_once", lambda on: True)
+        return verifier.verify(of.tree, of.logits, of.noise_window)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=lambda verifier: verifier[0])
@@ -78,7 +80,7 @@ def test_both_ways_down_agree(verifier: tuple[str, Any, Proposal, float]) -> Non
     for plan, layout, batch, seed in itertools.product(TREES.values(), (PLAIN, ROW_ENDS), (1, 3), range(4)):
         of = given(plan, *verifier[2:], layout, batch, seed)
         q = None if of.tree.q is None else of.tree.q.clone()
-        one, other = verifier[1].verify(of.tree, of.logits, of.draws), at_once(verifier[1], of)
+        one, other = verifier[1].verify(of.tree, of.logits, of.noise_window), at_once(verifier[1], of)
         width = one.path.shape[1]
         assert torch.equal(one.length, other.length) and torch.equal(one.next_token, other.next_token)
         assert torch.equal(one.path, other.path[:, :width]) and not other.path[:, width:].any()

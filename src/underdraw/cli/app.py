@@ -24,7 +24,7 @@ COMMANDS = {
     "bench engine": "underdraw.cli.engine",
     "plot": "underdraw.cli.plot",
     "evaluate": "underdraw.cli.evaluate",
-    "evaluate subjects": "underdraw.cli.subjects",
+    "evaluate subjects": "recipes.tiny.grade_subjects",
     "evaluate statistics": "underdraw.cli.statistics",
     "models": "underdraw.cli.models",
     "train": "underdraw.cli.train",

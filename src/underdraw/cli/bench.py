@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from underdraw.bench.methods import Preset, grid
+from underdraw.bench.presets import PRESETS, preset
 from underdraw.cli import options
 from underdraw.cli.report import close
 from underdraw.cli.task import Parts, Sampling, check_folder
 from underdraw.errors import ConfigError, UnderdrawError
-from underdraw.evaluation.methods import Preset, grid
-from underdraw.evaluation.presets import PRESETS, preset
 
 if TYPE_CHECKING:
-    from underdraw.evaluation.bench import Plan
+    from underdraw.bench.runner import Plan
     from underdraw.pipeline import Pipeline
 
 EXAMPLES = """
@@ -143,7 +143,7 @@ def bench(
     texts = load_prompts(prompts, data)
     own = drafter[0] if named is not None and drafter else "auto"
     pipe = Parts(model, own, "auto", "exact", device, dtype).load(quiet=json or quiet)
-    from underdraw.evaluation.bench import Plan
+    from underdraw.bench.runner import Plan
     from underdraw.pipeline import Pipeline
 
     if named is not None and wanted.drafter == "trained" and own == "auto":
@@ -195,11 +195,11 @@ def _run(pipe: Pipeline, plan: Plan, sampling: Sampling, out: Path, *, force: bo
 
     from tqdm import tqdm
 
-    from underdraw.evaluation.bench import Bench
-    from underdraw.evaluation.methods import AR
-    from underdraw.evaluation.store import Key, Store
-    from underdraw.evaluation.summary import write_summary
-    from underdraw.evaluation.tables import show
+    from underdraw.bench.methods import AR
+    from underdraw.bench.results import Key, Store
+    from underdraw.bench.runner import Bench
+    from underdraw.bench.summary import write_summary
+    from underdraw.bench.tables import show
 
     arguments = sampling.arguments()
     made = Bench(pipe, plan, {key: value for key, value in arguments.items() if key != "temperature"})

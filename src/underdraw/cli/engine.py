@@ -15,8 +15,8 @@ from underdraw.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from underdraw.evaluation.engine import Kind
-    from underdraw.evaluation.replay import Trace
+    from underdraw.bench.engine import Kind
+    from underdraw.bench.replay import Trace
 
 EXAMPLES = """
 Examples:
@@ -47,7 +47,7 @@ ReplayDrafter = Annotated[
     ),
 ]
 Batch = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Pictures drawn together, 1 to 8.")]
-Passes = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Timed passes of each size.")]
+StepRunner = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Timed passes of each size.")]
 Attention = Annotated[
     Literal["auto", "fused", "products", "split"],
     typer.Option(rich_help_panel=WHAT, help="How a GPU attends; auto tries all and goes on with the fastest."),
@@ -69,7 +69,7 @@ def engine(
     replay: Replay = None,
     replay_drafter: ReplayDrafter = None,
     batch: Batch = 1,
-    passes: Passes = 40,
+    passes: StepRunner = 40,
     attention: Attention = "auto",
     tune: Tune = False,
     baseline: Baseline = True,
@@ -91,18 +91,18 @@ def engine(
     traces = _traces(replay or [], replay_drafter or [])
     from rich.console import Console
 
-    from underdraw.engine.graphs import graphs_for
-    from underdraw.evaluation.engine import Settings, measure
-    from underdraw.evaluation.store import write_json
-    from underdraw.loading import placement
-    from underdraw.nn.regions import PLAIN
+    from underdraw.bench.engine import EngineBenchConfig, measure
+    from underdraw.bench.results import write_json
+    from underdraw.engine.cuda_graphs import make_graph_cache
+    from underdraw.models.loading import placement
+    from underdraw.nn.layer_functions import PLAIN
 
     place = placement(device, dtype)
-    graphs = graphs_for(place.device, compile)
+    graphs = make_graph_cache(place.device, compile)
     mode: Any = "off" if graphs is None else "capture" if graphs.regions is PLAIN else "on"
     if tune and mode != "on":
         raise ConfigError("--tune is about compiled passes and these are not compiled; leave it out, or --compile on.")
-    settings = Settings(
+    settings = EngineBenchConfig(
         model.removeprefix(PREFIX), place, mode, batch, passes,
         temperature=1.0 if temperature is None else temperature, kernel=attention, tuned=tune,
     )  # fmt: skip
@@ -121,7 +121,7 @@ def engine(
 
 
 def _traces(paths: Sequence[Path], kinds: Sequence[str]) -> list[tuple[Trace, Kind]]:
-    from underdraw.evaluation.replay import Trace
+    from underdraw.bench.replay import Trace
 
     wrong = [kind for kind in kinds if kind not in ("eagle", "block", "jacobi")]
     if wrong:
@@ -137,7 +137,7 @@ def show(record: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from underdraw.evaluation.performance import rows
+    from underdraw.bench.performance import rows
 
     table = Table("what", "value")
     for name, value in rows(record):

@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 def system() -> dict[str, Any]:
     import torch
 
-    from underdraw.engine.costs import processor
+    from underdraw.engine.autotune import processor
 
     return {
         "platform": platform.platform(),
@@ -68,17 +68,17 @@ def kernels() -> dict[str, str]:
     import torch
 
     if torch.cuda.is_available():
-        from underdraw.nn.attention import triton_runs
+        from underdraw.nn.attention import triton_available
 
         cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
-        own = ", kernels of our own where they are faster" if triton_runs(torch.device("cuda")) else ""
+        own = ", kernels of our own where they are faster" if triton_available(torch.device("cuda")) else ""
         return {
             "device": "cuda",
             "matrices": f"cuBLAS (CUDA {cuda}), TF32 {'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'}{own}",
             "attention": f"torch scaled_dot_product_attention{own}",
             "convolutions": f"cuDNN {cudnn}",
         }
-    from underdraw.nn.rounding import block, fewest, multiple
+    from underdraw.nn.row_invariant import block, fewest, multiple
 
     blas = "MKL" if torch.backends.mkl.is_available() else "the BLAS that torch was built with"
     convolutions = "oneDNN" if torch.backends.mkldnn.is_available() else "torch"

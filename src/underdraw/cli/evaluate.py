@@ -64,8 +64,8 @@ def evaluate(
         raise ConfigError("there is nothing to compare with; give --against FOLDER, or say what to measure: --metrics.")
     from tqdm import tqdm
 
-    from underdraw.evaluation.evaluate import Question, looks
-    from underdraw.evaluation.evaluate import evaluate as answer
+    from underdraw.metrics.image_quality import Question, looks
+    from underdraw.metrics.image_quality import evaluate as answer
 
     names = [name.strip() for name in (metrics or "exact,test").split(",") if name.strip()]
     question = Question(folder, against, names, weights)
@@ -93,10 +93,10 @@ def _told(found: dict[str, Any]) -> list[str]:
         lines.append(f"  identical pictures: {found['exact']['identical']} of {found['exact']['pictures']}{codes}")
     if "test" in found:
         p = found["test"]["p"]
-        verdict = (
+        accepted_path = (
             "the codes have different laws" if p < 0.01 else "no difference between the laws of the codes was found"
         )
-        lines.append(f"  two-sample test: MMD {found['test']['mmd']:.5f}, p = {p:.4g}: {verdict}")
+        lines.append(f"  two-sample test: MMD {found['test']['mmd']:.5f}, p = {p:.4g}: {accepted_path}")
     for name in ("fid", "is", "pr", "clip", "hps", "aesthetic"):
         if name in found:
             value = found[name]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from underdraw.history import Step
+    from underdraw.history import StepResult
     from underdraw.pipeline import Pipeline
 
 
@@ -39,7 +39,7 @@ def peak(pipe: Pipeline) -> int | None:
     return torch.cuda.max_memory_allocated(pipe.device) if pipe.device.type == "cuda" else None
 
 
-def pass_ms(steps: Sequence[Step]) -> float:
+def pass_ms(steps: Sequence[StepResult]) -> float:
     """Milliseconds of a pass in the middle of all: what compiling and capturing took does not show."""
     return round(1000 * statistics.median(step.seconds for step in steps), 3)
 

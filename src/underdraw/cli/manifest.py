@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from underdraw import __version__
 from underdraw.errors import ConfigError
-from underdraw.files import UNFINISHED, replacing
+from underdraw.io import UNFINISHED, atomic_write
 
 RUN, LINES = "run.json", "manifest.jsonl"
 
@@ -77,7 +77,7 @@ class Manifest:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / LINES).unlink(missing_ok=True)
         about = {"underdraw": __version__, "settings": self._asked}
-        with replacing(self.folder / RUN) as file:
+        with atomic_write(self.folder / RUN) as file:
             file.write((json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
         self._begun = True
 
@@ -109,7 +109,7 @@ class Manifest:
                 self.rows[row["index"]] = row
                 kept.append(line + b"\n")
         if len(kept) < len(lines) - 1 or lines[-1]:
-            with replacing(path) as file:
+            with atomic_write(path) as file:
                 file.write(b"".join(kept))
 
 

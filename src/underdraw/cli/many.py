@@ -16,8 +16,8 @@ from underdraw.cli.task import Sampling, Task
 from underdraw.errors import ConfigError
 
 if TYPE_CHECKING:
-    from underdraw.job import Job
     from underdraw.pipeline import Pipeline
+    from underdraw.request import GenerationRequest
 
 SHEET_WIDTH = 144  # pixels of a picture on a sheet
 
@@ -42,7 +42,7 @@ class Run:
     pipe: Pipeline
     task: Task
     sampling: Sampling
-    job: Job
+    job: GenerationRequest
     manifest: Manifest
 
 
@@ -97,7 +97,7 @@ def _items(pipe: Pipeline, task: Task, seed: int) -> tuple[list[Item], int]:
     return items, skipped
 
 
-def _settings(pipe: Pipeline, task: Task, job: Job, seed: int) -> dict[str, Any]:
+def _settings(pipe: Pipeline, task: Task, job: GenerationRequest, seed: int) -> dict[str, Any]:
     """What must not change between two parts of one run."""
     digest = hashlib.sha256("\n".join(task.prompts).encode("utf-8", "surrogatepass")).hexdigest()
     return {
@@ -108,9 +108,9 @@ def _settings(pipe: Pipeline, task: Task, job: Job, seed: int) -> dict[str, Any]
 
 def _draw(run: Run, items: list[Item], advance: Callback) -> None:
     """Draw some pictures together and note each of them."""
-    from underdraw.codes import pack
-    from underdraw.pictures import save_png
-    from underdraw.results import Stats
+    from underdraw.images import save_png
+    from underdraw.io import pack_grid
+    from underdraw.output import Stats
 
     pipe, manifest = run.pipe, run.manifest
     call: dict[str, Any] = {"seed": [item.seed for item in items], "callback_on_step_end": advance}
@@ -123,7 +123,7 @@ def _draw(run: Run, items: list[Item], advance: Callback) -> None:
     for item, picture, history, comparison in zip(items, out.images, out.histories, comparisons, strict=True):
         save_png(picture, manifest.folder / item.file, metadata(pipe, item.prompt, item.seed, run.job))
         row = {"index": item.index, "file": item.file, "prompt": item.prompt, "seed": item.seed}
-        codes = pack(history.layout.grid(history.tokens))
+        codes = pack_grid(history.layout.grid(history.tokens))
         manifest.append({**row, **figures(Stats.of([history], share)), **comparison, "codes": codes})
 
 
@@ -131,8 +131,8 @@ def _sheet(manifest: Manifest, rows: list[dict[str, Any]], path: Path) -> None:
     """Small copies of the pictures of a folder, with their prompts."""
     import torch
 
-    from underdraw.evaluation.folders import pixels
-    from underdraw.training.sheet import contact_sheet
+    from underdraw.contact_sheet import contact_sheet
+    from underdraw.metrics.exact_match import pixels
 
     pictures = [torch.from_numpy(pixels(manifest.folder / row["file"]).copy()).permute(2, 0, 1) for row in rows]
     prompts = [row["prompt"] for row in rows]

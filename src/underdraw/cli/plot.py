@@ -37,7 +37,7 @@ def plot(run: Folder = None, page: Page = None, json: options.Json = False, quie
     if (run is None) == (page is None):
         raise ConfigError("give either the folder of a run or --page FILE; see underdraw plot --help.")
     if page is not None:
-        from underdraw.evaluation.page import renew
+        from underdraw.bench.page import renew
 
         changed = renew(page)
         told = "made anew" if changed else "as it was"
@@ -46,7 +46,7 @@ def plot(run: Folder = None, page: Page = None, json: options.Json = False, quie
     assert run is not None
     if not run.is_dir():
         raise ConfigError(f"{run} is not a folder; name the one that `underdraw bench --out` has written.")
-    from underdraw.evaluation.report import write_report
+    from underdraw.bench.report import write_report
 
     files = write_report(run)
     record = {"run": str(run), "files": [str(file) for file in files]}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from underdraw.layout import Layout
-    from underdraw.results import PipelineOutput, Stats
+    from underdraw.output import PipelineOutput, Stats
 
 Callback = Callable[[Any, int, int, dict[str, Any]], None]
 

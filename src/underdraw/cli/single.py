@@ -11,10 +11,10 @@ from underdraw.cli.report import close, compared, figures, progress, rounded, se
 from underdraw.cli.task import Sampling, Task, check_output
 
 if TYPE_CHECKING:
-    from underdraw.history import Step
-    from underdraw.job import Job
+    from underdraw.history import StepResult
+    from underdraw.output import PipelineOutput
     from underdraw.pipeline import Pipeline
-    from underdraw.results import PipelineOutput
+    from underdraw.request import GenerationRequest
 
 
 def draw_one(pipe: Pipeline, task: Task, sampling: Sampling, load_seconds: float) -> None:
@@ -26,7 +26,7 @@ def draw_one(pipe: Pipeline, task: Task, sampling: Sampling, load_seconds: float
     check_output(path, task.force)
     arguments: dict[str, Any] = {"prompt": task.prompts, "seed": seed, **sampling.arguments()}
     total = work(pipe.model.layout(job.size))
-    out, steps = _draw(pipe, task, total, "", laws="skip" if task.heatmap is None else "keep", **arguments)
+    out, steps = _draw(pipe, task, total, "", token_stats="skip" if task.heatmap is None else "keep", **arguments)
     record: dict[str, Any] = {
         "prompt": task.prompts[0], "seed": seed, "model": pipe.model.name, "out": str(path), **figures(out.stats),
         "tokens_per_second": rounded(out.stats.tokens / out.stats.seconds), "pass_ms": pass_ms(steps), "load": load,
@@ -38,16 +38,18 @@ def draw_one(pipe: Pipeline, task: Task, sampling: Sampling, load_seconds: float
         record |= compared(out, plain)[0] | {"plain_pass_ms": pass_ms(alone)}
     _write(pipe, task, job, out, plain, record)
     if task.trace is not None:
-        from underdraw.evaluation.replay import Trace
+        from underdraw.bench.replay import Trace
 
         kept = ("prompt", "seed", "model", "settings", "tokens_per_pass")
         Trace.of(steps, {key: record[key] for key in kept}).save(task.trace)
     close(f"{path}: {sentence(record)}; seed {seed}", record, as_json=task.json, quiet=task.quiet)
 
 
-def _draw(pipe: Pipeline, task: Task, total: int, label: str, **arguments: Any) -> tuple[PipelineOutput, list[Step]]:
+def _draw(
+    pipe: Pipeline, task: Task, total: int, label: str, **arguments: Any
+) -> tuple[PipelineOutput, list[StepResult]]:
     """A picture, with a bar of its `total` tokens, and its passes."""
-    steps: list[Step] = []
+    steps: list[StepResult] = []
     with progress(total, silent=task.silent, label=label) as advance:
 
         def note(own: Any, index: int, cell: int, known: dict[str, Any]) -> None:
@@ -57,7 +59,7 @@ def _draw(pipe: Pipeline, task: Task, total: int, label: str, **arguments: Any) 
         return pipe(callback_on_step_end=note, **arguments), steps
 
 
-def metadata(pipe: Pipeline, prompt: str, seed: int, job: Job) -> dict[str, str]:
+def metadata(pipe: Pipeline, prompt: str, seed: int, job: GenerationRequest) -> dict[str, str]:
     """The text chunks of a picture: everything that is needed to draw it again."""
     return {
         "prompt": prompt,
@@ -69,9 +71,14 @@ def metadata(pipe: Pipeline, prompt: str, seed: int, job: Job) -> dict[str, str]
 
 
 def _write(
-    pipe: Pipeline, task: Task, job: Job, out: PipelineOutput, plain: PipelineOutput | None, record: dict[str, Any]
+    pipe: Pipeline,
+    task: Task,
+    job: GenerationRequest,
+    out: PipelineOutput,
+    plain: PipelineOutput | None,
+    record: dict[str, Any],
 ) -> None:
-    from underdraw.pictures import save_png, side_by_side
+    from underdraw.images import save_png, side_by_side
 
     sheets = []  # made first, so that nothing is written if one cannot be
     if task.heatmap is not None:

@@ -73,10 +73,10 @@ def statistics(
     texts = load_prompts(prompts)[:limit]
     from tqdm import tqdm
 
-    from underdraw.evaluation.records import head, table
-    from underdraw.evaluation.statistics import measure
-    from underdraw.evaluation.store import write_json
-    from underdraw.training.data import Pack as Pictures
+    from recipes.tiny.data import Pack as Pictures
+    from underdraw.bench.acceptance import measure
+    from underdraw.bench.records import head, table
+    from underdraw.bench.results import write_json
 
     pictures = None if pack is None else Pictures(pack)
     pipe = Parts(model, drafter, tree, "exact", device, dtype).load(quiet=json or quiet)

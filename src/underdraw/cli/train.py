@@ -10,9 +10,9 @@ import importlib
 import typer
 
 PARTS = {
-    "data": ("underdraw.training.build", "Build the tiny family's training pack from pinned packages."),
-    "tokenizer": ("underdraw.training.tokenizer", "Train the tiny family's image tokenizer."),
-    "model": ("underdraw.training.model", "Train the tiny family's decoder."),
+    "data": ("recipes.tiny.build", "Build the tiny family's training pack from pinned packages."),
+    "tokenizer": ("recipes.tiny.train_tokenizer", "Train the tiny family's image tokenizer."),
+    "model": ("recipes.tiny.train_decoder", "Train the tiny family's decoder."),
     "samples": ("underdraw.training.samples", "Draw or encode the pictures that a drafter learns from."),
     "drafter": ("underdraw.training.drafter", "Train a drafter for any model."),
 }

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from underdraw.calibration import Calibration
 from underdraw.drafters.eagle import Eagle, EagleNet, EagleSession, above_tokens
 from underdraw.layout import Layout
-from underdraw.nn.linear import Linear
-from underdraw.nn.session import guided
+from underdraw.nn.row_invariant import Linear
+from underdraw.nn.target import apply_guidance
 from underdraw.nn.transformer import Arch
-from underdraw.protocols import Opening, Prompt, Request
-from underdraw.tree import Expand, Level
+from underdraw.protocols import DraftRequest, PrefillOutput, Prompt
+from underdraw.tree import ExpandFn, Frontier
 
 
 class BlockNet(EagleNet):
@@ -48,7 +48,7 @@ class BlockNet(EagleNet):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockDrafter:
     """A trained block drafter with the calibration of its scores."""
 
     net: BlockNet
@@ -56,22 +56,24 @@ class Block:
     image_offset: int | None = None
 
     @torch.no_grad()
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> BlockSession:
-        return BlockSession(self, layout, first, guidance)
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+    ) -> BlockSession:
+        return BlockSession(self, layout, prefill, guidance)
 
 
 class BlockSession(EagleSession):
     """One pass over the slots answers every level of the tree."""
 
-    def __init__(self, drafter: Block, layout: Layout, first: Opening, guidance: float) -> None:
-        super().__init__(Eagle(drafter.net, drafter.calibration, drafter.image_offset), layout, first, guidance)
+    def __init__(self, drafter: BlockDrafter, layout: Layout, prefill: PrefillOutput, guidance: float) -> None:
+        super().__init__(Eagle(drafter.net, drafter.calibration, drafter.image_offset), layout, prefill, guidance)
         self.block = drafter.net
         self.ahead = torch.empty(0)  # (R, D, dim) features of the slots
 
-    def fit(self, request: Request) -> Request:
-        return replace(request, plan=request.plan.cut(self.block.slots.shape[0]))
+    def fit(self, request: DraftRequest) -> DraftRequest:
+        return replace(request, plan=request.plan.truncate(self.block.slots.shape[0]))
 
-    def follow(self, request: Request) -> None:
+    def follow(self, request: DraftRequest) -> None:
         """Run the pending tokens and the slots in one pass; slots see no place at which nothing was pending."""
         pending, depth = self.pending, request.plan.depth
         assert pending is not None, "a session drafts after it was opened or committed to"
@@ -79,28 +81,33 @@ class BlockSession(EagleSession):
             return super().follow(request)
         order = torch.arange(depth, device=self.offset.device)
         steps = request.steps.repeat(self.copies)[:, None] + 1 + order  # (R, D)
-        slots = self.block.queries(above_tokens(self.known, self.layout, steps, self.roots, self.copies))
+        slots = self.block.queries(above_tokens(self.committed, self.layout, steps, self.roots, self.copies))
         x = torch.cat([self.waiting(request.root), slots], dim=1)
-        factors = self.factors(torch.cat([pending.steps, steps], dim=1))
+        cos_sin = self.cos_sin(torch.cat([pending.steps, steps], dim=1))
         counts, width = pending.counts[:, None], pending.tokens.shape[1]
         place = torch.arange(width + depth, device=order.device)
         slot, empty = place >= width, (place >= counts) & (place < width)  # (N,), (R, N)
         before = (place[:, None] >= place) & ~(slot[:, None] & empty[:, None])  # (R, N, N)
         depths = torch.where(slot, counts + place - width, place)
-        self.ahead = self.stream.append(x, factors, pending.counts, pending.known, depths, before)[:, -depth:]
+        self.ahead = self.cache.append_with_nodes(x, cos_sin, pending.counts, pending.host_counts, depths, before)[
+            :, -depth:
+        ]
         return None
 
-    def expander(self, request: Request) -> Expand:
+    def expander(self, request: DraftRequest) -> ExpandFn:
         net = self.block
         if request.plan.depth == 0:
             return super().expander(request)
         logits = self.logits(self.ahead)  # (B, D, K)
         slots = net.markov_feature(self.ahead)  # (R, D, markov_dim)
 
-        def expand(level: Level) -> Tensor:
+        def expand(level: Frontier) -> Tensor:
             place = slice(level.depth, level.depth + 1)
             told = net.tokens(level.tokens).repeat(self.copies, 1, 1)
             # Guidance is linear, so it may come before the last matrix and halve the rows there.
-            return logits[:, place] + net.markov_out(guided(net.mixed(slots[:, place], told), self.guidance)).float()
+            return (
+                logits[:, place]
+                + net.markov_out(apply_guidance(net.mixed(slots[:, place], told), self.guidance)).float()
+            )
 
         return expand

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from underdraw.calibration import Calibration
-from underdraw.drafters.level import LevelSession, Pending
+from underdraw.drafters.network import NetworkDraftSession, PendingTokens
 from underdraw.layout import Layout
-from underdraw.nn.linear import Linear
-from underdraw.nn.stream import Stream
+from underdraw.nn.kv_cache import KVCache
+from underdraw.nn.row_invariant import Linear
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.plan import MAX_EXPANDED, MAX_NODES
-from underdraw.protocols import Opening, Prompt
+from underdraw.protocols import PrefillOutput, Prompt
 
 _ROOM = MAX_EXPANDED + MAX_NODES  # cache slots for nodes, and for pending tokens that turn out to be none
 ABOVE = ((-1, 0), (-1, 1))  # cells that lie above and above-right
@@ -59,53 +59,55 @@ class Eagle:
     calibration: Calibration | None = Calibration()
     image_offset: int | None = None
 
-    def opening(self, first: Opening) -> Opening:
+    def adapt_prefill(self, prefill: PrefillOutput) -> PrefillOutput:
         """What the prompts said, as this head has learnt to read it."""
-        return first
+        return prefill
 
     @torch.no_grad()
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> EagleSession:
-        return EagleSession(self, layout, first, guidance)
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+    ) -> EagleSession:
+        return EagleSession(self, layout, prefill, guidance)
 
 
-class EagleSession(LevelSession):
+class EagleSession(NetworkDraftSession):
     """Follows the target's features; place i holds the feature of token i and token i + 1."""
 
-    def __init__(self, drafter: Eagle, layout: Layout, first: Opening, guidance: float) -> None:
+    def __init__(self, drafter: Eagle, layout: Layout, prefill: PrefillOutput, guidance: float) -> None:
         net = drafter.net
-        rows = first.lengths.shape[0]
-        first = drafter.opening(first)
-        stream = Stream(net.body, rows, max(first.known) + layout.stop - layout.start + _ROOM)
-        super().__init__(net.body, layout, guidance, drafter.calibration, stream, torch.zeros_like(first.lengths))
+        rows = prefill.lengths.shape[0]
+        prefill = drafter.adapt_prefill(prefill)
+        cache = KVCache(net.body, rows, max(prefill.host_lengths) + layout.stop - layout.start + _ROOM)
+        super().__init__(net.body, layout, guidance, drafter.calibration, cache, torch.zeros_like(prefill.lengths))
         self.drafter, self.eagle = drafter, net
-        self._prompt(first)
+        self._prompt(prefill)
 
     @torch.no_grad()
-    def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
-        first, layout = self.drafter.opening(first), self.layout
-        needed = max(first.known) + layout.stop - layout.start + _ROOM
-        if len(first.known) != len(self.stream.known) or needed > self.stream.capacity:
+    def restart(self, prompts: Sequence[Prompt], prefill: PrefillOutput) -> bool:
+        prefill, layout = self.drafter.adapt_prefill(prefill), self.layout
+        needed = max(prefill.host_lengths) + layout.stop - layout.start + _ROOM
+        if len(prefill.host_lengths) != len(self.cache.host_lengths) or needed > self.cache.capacity:
             return False
-        self.stream.reset()
-        self._prompt(first)
+        self.cache.reset()
+        self._prompt(prefill)
         return True
 
-    def _prompt(self, first: Opening) -> None:
+    def _prompt(self, prefill: PrefillOutput) -> None:
         """Start with the prompt pending, one place earlier than its tokens have in the target."""
         place, start = self.drafter.image_offset, self.layout.start
-        self.offset.copy_(first.lengths - start - 1 if place is None else torch.full_like(first.lengths, place - 1))
-        tokens = torch.cat([first.prefix[:, 1:], first.prefix[:, :1]], dim=1).clamp(min=0)
-        index = torch.arange(max(first.known), device=self.offset.device)
-        steps = index + 1 - (first.lengths[:, None] - start)
-        self.begin(Pending(tokens, first.features, steps, first.lengths, first.known))
+        self.offset.copy_(prefill.lengths - start - 1 if place is None else torch.full_like(prefill.lengths, place - 1))
+        tokens = torch.cat([prefill.prefix[:, 1:], prefill.prefix[:, :1]], dim=1).clamp(min=0)
+        index = torch.arange(max(prefill.host_lengths), device=self.offset.device)
+        steps = index + 1 - (prefill.lengths[:, None] - start)
+        self.begin(PendingTokens(tokens, prefill.features, steps, prefill.lengths, prefill.host_lengths))
 
-    def factors(self, steps: Tensor) -> Tensor:
-        factors = super().factors(steps)
-        if max(self.stream.known) > 0:
-            return factors
+    def cos_sin(self, steps: Tensor) -> Tensor:
+        cos_sin = super().cos_sin(steps)
+        if max(self.cache.host_lengths) > 0:
+            return cos_sin
         rope = self.net.arch.rope  # the prompt has no steps of its own
-        prompt = rope.factors(rope.prompt(steps.shape[1], steps.device), factors.dtype)
-        return torch.where((steps >= 0)[..., None, None], factors, prompt)
+        prompt = rope.cos_sin(rope.prompt(steps.shape[1], steps.device), cos_sin.dtype)
+        return torch.where((steps >= 0)[..., None, None], cos_sin, prompt)
 
     def inputs(self, tokens: Tensor, features: Tensor | None, beside: Tensor | None) -> Tensor:
         assert features is not None
@@ -116,19 +118,19 @@ class EagleSession(LevelSession):
 
     def above(self, steps: Tensor) -> Tensor:
         """Tokens above and above-right of the cells after `steps` (R, N), -1 where none is known: (R, N, 2)."""
-        return above_tokens(self.known, self.layout, steps + 1, self.roots, self.copies)
+        return above_tokens(self.committed, self.layout, steps + 1, self.roots, self.copies)
 
 
-def above_tokens(known: Tensor, layout: Layout, steps: Tensor, roots: Tensor, copies: int) -> Tensor:
+def above_tokens(committed: Tensor, layout: Layout, steps: Tensor, roots: Tensor, copies: int) -> Tensor:
     """Committed tokens above and above-right of the cells at `steps` (R, N): (R, N, 2), -1 where there is none.
 
     A neighbour after the root, (B,) or one for each cell (B, N), is part of the tree and not of the picture, and counts
     as unknown.
     """
-    places = _places_above(layout, known.device)
+    places = _places_above(layout, committed.device)
     place = places[steps.clamp(0, len(places) - 1)]  # (R, N, 2)
     last = (roots[:, None] if roots.ndim == 1 else roots).repeat(copies, 1)[..., None]
-    found = known.repeat(copies, 1).gather(1, place.clamp(0, known.shape[1] - 1).flatten(1))
+    found = committed.repeat(copies, 1).gather(1, place.clamp(0, committed.shape[1] - 1).flatten(1))
     return torch.where((place >= 0) & (place <= last), found.view_as(place), -1)
 
 

@@ -8,26 +8,28 @@ from dataclasses import dataclass
 import torch
 
 from underdraw.layout import Layout
-from underdraw.nn.lasting import LastingDraft
-from underdraw.protocols import Opening, Prompt, Request
-from underdraw.tree import DraftTree, chain, only_root
+from underdraw.nn.capture import CapturableDraft
+from underdraw.protocols import DraftRequest, PrefillOutput, Prompt
+from underdraw.tree import DraftTree, chain, root_only
 
 
 @dataclass(frozen=True, slots=True)
 class Forced:
     """Knows the layout and nothing else."""
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> ForcedSession:
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+    ) -> ForcedSession:
         return ForcedSession(layout)
 
 
 @dataclass(frozen=True, slots=True)
-class ForcedSession(LastingDraft):
+class ForcedSession(CapturableDraft):
     layout: Layout
 
-    def draft(self, request: Request) -> DraftTree:
+    def draft(self, request: DraftRequest) -> DraftTree:
         if request.plan.depth == 0 or self.layout.row_end is None:
-            return only_root(request.root)
+            return root_only(request.root)
         tokens = torch.stack([request.root, torch.full_like(request.root, self.layout.row_end)], dim=1)
         room = 1 if request.limits is None else request.limits.depth.clamp(max=1)
-        return chain(tokens, self.layout.forced(request.steps + 1) * room)
+        return chain(tokens, self.layout.is_row_end(request.steps + 1) * room)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.nn.lasting import LastingDraft
+from underdraw.nn.capture import CapturableDraft
 from underdraw.plan import MAX_NODES
-from underdraw.protocols import Opening, Outcome, Prompt, Request
+from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, VerifiedStep
 from underdraw.tree import DraftTree, Proposal, chain
 
 Init = Literal["left", "above", "random"]
@@ -39,11 +39,13 @@ class Jacobi:
         if not 1 <= self.window < MAX_NODES:
             raise ConfigError(f"a jacobi window of {self.window} tokens is impossible; use 1 to {MAX_NODES - 1}.")
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> JacobiSession:
-        return JacobiSession(self, layout, len(prompts), first.logits.device)
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+    ) -> JacobiSession:
+        return JacobiSession(self, layout, len(prompts), prefill.logits.device)
 
 
-class JacobiSession(LastingDraft):
+class JacobiSession(CapturableDraft):
     """Guesses for every step to come; a guess lasts until its step is committed."""
 
     def __init__(self, drafter: Jacobi, layout: Layout, batch: int, device: torch.device) -> None:
@@ -54,7 +56,7 @@ class JacobiSession(LastingDraft):
         self.passes = torch.zeros(1, dtype=torch.int64, device=device)  # in which guesses were drawn anew
         self.drawn: _Drawn | None = None
 
-    def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
+    def restart(self, prompts: Sequence[Prompt], prefill: PrefillOutput) -> bool:
         if len(prompts) != self.guess.shape[0]:
             return False
         self.guess.fill_(-1)
@@ -63,7 +65,7 @@ class JacobiSession(LastingDraft):
             self.drawn.valid.fill_(False)
         return True
 
-    def draft(self, request: Request) -> DraftTree:
+    def draft(self, request: DraftRequest) -> DraftTree:
         self.steps, self.proposal = request.steps, request.proposal
         self.guess.scatter_(1, request.steps[:, None], request.root[:, None])
         depth = min(request.plan.depth, self.drafter.window)
@@ -80,70 +82,72 @@ class JacobiSession(LastingDraft):
 
     def _chances(self, tree: DraftTree) -> Tensor:
         """What the child of each node was drawn from (B, N, columns): a law of the last pass, or 1 at a picked one."""
-        child = self.layout.columns_of(tree.tokens.roll(-1, 1))  # (B, N); the last node has none
-        picked = torch.zeros(*child.shape, self.layout.columns, device=child.device)
+        child = self.layout.vocab_indices(tree.tokens.roll(-1, 1))  # (B, N); the last node has none
+        picked = torch.zeros(*child.shape, self.layout.vocab_size, device=child.device)
         picked.scatter_(2, child[..., None], 1.0)
         if self.drawn is None:
             self.drawn = _Drawn.none(picked)
         place = (self.steps - self.drawn.roots)[:, None] + torch.arange(tree.size, device=child.device)
         inside = place.clamp(0, MAX_NODES - 1)
         valid = self.drawn.valid.gather(1, inside) & (place == inside)
-        laws = self.drawn.laws.gather(1, inside[..., None].expand(-1, -1, self.layout.columns))
-        return torch.where(valid[..., None], laws, picked)
+        token_stats = self.drawn.token_stats.gather(1, inside[..., None].expand(-1, -1, self.layout.vocab_size))
+        return torch.where(valid[..., None], token_stats, picked)
 
-    def _initial(self, request: Request, steps: Tensor) -> Tensor:
+    def _initial(self, request: DraftRequest, steps: Tensor) -> Tensor:
         """Where the steps (B, D) start from: tokens, -1 for the one to the left, whatever that will be."""
         layout, init = self.layout, self.drafter.init
         if init == "random":
-            tokens = request.draws.sampler.random_tokens(steps)
+            tokens = request.noise_window.sampler.random_tokens(steps)
         else:
-            tokens = torch.where(layout.forced(steps - 1), request.root[:, None], -1)  # no row end stands in for a code
+            tokens = torch.where(
+                layout.is_row_end(steps - 1), request.root[:, None], -1
+            )  # no row end stands in for a code
         if init == "above":
             place, inside = layout.neighbour(steps, -1, 0)
             above = self.guess.gather(1, place.clamp(min=0))
             tokens = torch.where(inside & (above >= 0), above, tokens)
         if layout.row_end is None:
             return tokens
-        return torch.where(layout.forced(steps), layout.row_end, tokens)
+        return torch.where(layout.is_row_end(steps), layout.row_end, tokens)
 
-    def commit(self, outcome: Outcome) -> None:
+    def commit(self, verified: VerifiedStep) -> None:
         """Keep what the target chose at each node of the chain as the guess for the step after it."""
-        depths, chosen = outcome.tree.depths, outcome.verdict.chosen  # (B, N)
+        depths, chosen = verified.tree.depths, verified.accepted_path.chosen  # (B, N)
         if self.proposal == "sampled":
-            choices = self.layout.tokens(self._redraw(outcome))
+            choices = self.layout.token_ids(self._redraw(verified))
         elif chosen is not None:
             choices = chosen
         else:
-            choices = self.layout.tokens(outcome.draws.choose(outcome.output.logits, depths + 1))
+            choices = self.layout.token_ids(verified.noise_window.choose(verified.output.logits, depths + 1))
         steps = self.steps[:, None] + 1 + torch.arange(depths.shape[1], device=depths.device)
         self.guess.scatter_(1, steps, torch.where(depths >= 0, choices, self.guess.gather(1, steps)))
 
-    def _redraw(self, outcome: Outcome) -> Tensor:
+    def _redraw(self, verified: VerifiedStep) -> Tensor:
         """New guesses (B, N), as columns, for the steps after the nodes of the chain; their laws are remembered."""
-        depths, draws = outcome.tree.depths, outcome.draws
-        scaled = draws.scaled(outcome.output.logits, depths + 1)
+        depths, noise_window = verified.tree.depths, verified.noise_window
+        scaled = noise_window.scaled(verified.output.logits, depths + 1)
         self.passes.add_(1)
-        if draws.noise is None:
+        if noise_window.noise is None:
             columns = scaled.argmax(-1)
-            laws = torch.zeros_like(scaled).scatter_(-1, columns[..., None], 1.0)
+            token_stats = torch.zeros_like(scaled).scatter_(-1, columns[..., None], 1.0)
         else:
-            noise = draws.gumbel("draft", self.passes)  # (B, reach, columns); what is behind it is padding
+            noise = noise_window.gumbel("draft", self.passes)  # (B, reach, columns); what is behind it is padding
             row = torch.arange(depths.shape[1], device=depths.device).clamp(max=noise.shape[1] - 1)
             columns = (scaled + noise[:, row]).argmax(-1)
-            laws = scaled.softmax(-1)
+            token_stats = scaled.softmax(-1)
         assert self.drawn is not None, "what is judged was drafted before"
-        self.drawn.fill(laws, depths >= 0, self.steps)
+        self.drawn.fill(token_stats, depths >= 0, self.steps)
         # What was accepted is no guess any more; the cells below start from it.
         order = torch.arange(depths.shape[1], device=depths.device)
-        accepted = self.layout.columns_of(outcome.tree.tokens.roll(-1, 1))
-        return torch.where(order + 1 < outcome.counts[:, None], accepted, columns)
+        accepted = self.layout.vocab_indices(verified.tree.tokens.roll(-1, 1))
+        return torch.where(order + 1 < verified.counts[:, None], accepted, columns)
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
     """What the guesses of the last pass were drawn from, in tensors that stay where they are."""
 
-    laws: Tensor  # (B, MAX_NODES, columns) at each node of the chain
+    token_stats: Tensor  # (B, MAX_NODES, columns) at each node of the chain
     valid: Tensor  # (B, MAX_NODES) where the chain had a node
     roots: Tensor  # (B,) step of the chain's root
 
@@ -154,9 +158,9 @@ class _Drawn:
         valid = torch.zeros(batch, MAX_NODES, dtype=torch.bool, device=like.device)
         return cls(like.new_zeros(batch, MAX_NODES, columns), valid, torch.zeros_like(valid[:, 0], dtype=torch.int64))
 
-    def fill(self, laws: Tensor, valid: Tensor, roots: Tensor) -> None:
-        count = laws.shape[1]
-        self.laws[:, :count].copy_(laws)
+    def fill(self, token_stats: Tensor, valid: Tensor, roots: Tensor) -> None:
+        count = token_stats.shape[1]
+        self.token_stats[:, :count].copy_(token_stats)
         self.valid.fill_(False)
         self.valid[:, :count].copy_(valid)
         self.roots.copy_(roots)

@@ -15,9 +15,9 @@ from torch import Tensor
 from underdraw.calibration import Calibration
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.nn.lasting import LastingDraft
-from underdraw.protocols import Opening, Outcome, Prompt, Request
-from underdraw.tree import DraftTree, Level, grow
+from underdraw.nn.capture import CapturableDraft
+from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, VerifiedStep
+from underdraw.tree import DraftTree, Frontier, grow_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,35 +37,37 @@ class Neighbour:
         if min(self.left, self.above, self.above_right, self.bigram) < 0 or self.floor <= 0:
             raise ConfigError("neighbour weights must not be negative and floor must be positive.")
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, first: Opening, *, guidance: float) -> NeighbourSession:
-        return NeighbourSession(self, layout, len(prompts), first.logits.device)
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+    ) -> NeighbourSession:
+        return NeighbourSession(self, layout, len(prompts), prefill.logits.device)
 
 
-class NeighbourSession(LastingDraft):
+class NeighbourSession(CapturableDraft):
     """The committed tokens of B images, and for every column the one that followed it last."""
 
     def __init__(self, drafter: Neighbour, layout: Layout, batch: int, device: torch.device) -> None:
         self.drafter, self.layout = drafter, layout
-        self.known = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=device)  # columns
-        self.follows = torch.full((batch, layout.columns), -1, dtype=torch.int64, device=device)
+        self.committed = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=device)  # columns
+        self.follows = torch.full((batch, layout.vocab_size), -1, dtype=torch.int64, device=device)
         self.steps = torch.zeros(batch, dtype=torch.int64, device=device)
 
-    def again(self, prompts: Sequence[Prompt], first: Opening) -> bool:
-        if len(prompts) != self.known.shape[0]:
+    def restart(self, prompts: Sequence[Prompt], prefill: PrefillOutput) -> bool:
+        if len(prompts) != self.committed.shape[0]:
             return False
-        self.known.fill_(-1)
+        self.committed.fill_(-1)
         self.follows.fill_(-1)
         return True
 
-    def draft(self, request: Request) -> DraftTree:
+    def draft(self, request: DraftRequest) -> DraftTree:
         self.steps = request.steps
-        self.known.scatter_(1, request.steps[:, None], self.layout.columns_of(request.root)[:, None])
+        self.committed.scatter_(1, request.steps[:, None], self.layout.vocab_indices(request.root)[:, None])
 
-        def expand(level: Level) -> Tensor:
-            return self._votes(self.layout.columns_of(level.tokens), request.steps + level.depth + 1)
+        def expand(level: Frontier) -> Tensor:
+            return self._votes(self.layout.vocab_indices(level.tokens), request.steps + level.depth + 1)
 
-        return grow(
-            expand, request.root, request.plan, request.draws,
+        return grow_tree(
+            expand, request.root, request.plan, request.noise_window,
             proposal=request.proposal, calibration=Calibration(), limits=request.limits,
         )  # fmt: skip
 
@@ -78,23 +80,23 @@ class NeighbourSession(LastingDraft):
         sources = [(before, weights.left), (self.follows.gather(1, before), weights.bigram)]
         for rows, cols, weight in ((-1, 0, weights.above), (-1, 1, weights.above_right)):
             place, inside = self.layout.neighbour(steps, rows, cols)
-            column = self.known.gather(1, place.clamp(0, self.known.shape[1] - 1)[:, None])
+            column = self.committed.gather(1, place.clamp(0, self.committed.shape[1] - 1)[:, None])
             sources.append((torch.where(inside[:, None], column, -1).expand_as(before), weight))
         for column, weight in sources:
             valid = (column >= 0) & (column < codes)
             votes.scatter_add_(2, torch.where(valid, column, codes)[..., None], torch.full_like(votes[..., :1], weight))
         return votes[..., :codes].log()
 
-    def commit(self, outcome: Outcome) -> None:
-        path = outcome.verdict.path
-        columns = self.layout.columns_of(outcome.tree.tokens.gather(1, path))  # (B, D), the root first
+    def commit(self, verified: VerifiedStep) -> None:
+        path = verified.accepted_path.path
+        columns = self.layout.vocab_indices(verified.tree.tokens.gather(1, path))  # (B, D), the root first
         order = torch.arange(path.shape[1], device=path.device)
-        accepted = (order > 0) & (order < outcome.counts[:, None])
+        accepted = (order > 0) & (order < verified.counts[:, None])
         steps = torch.where(accepted, self.steps[:, None] + order, self.steps[:, None])
-        self.known.scatter_(1, steps, torch.where(accepted, columns, columns[:, :1]))
-        last = self.layout.columns_of(outcome.verdict.next_token)[:, None]
-        after = torch.where(order + 1 < outcome.counts[:, None], torch.cat([columns[:, 1:], last], dim=1), last)
-        real = order < outcome.counts[:, None]
+        self.committed.scatter_(1, steps, torch.where(accepted, columns, columns[:, :1]))
+        last = self.layout.vocab_indices(verified.accepted_path.next_token)[:, None]
+        after = torch.where(order + 1 < verified.counts[:, None], torch.cat([columns[:, 1:], last], dim=1), last)
+        real = order < verified.counts[:, None]
         place = torch.where(real, columns, columns[:, :1])
         # Places past the path repeat the root's own pair.
         self.follows.scatter_(1, place, torch.where(real, after, after[:, :1]))

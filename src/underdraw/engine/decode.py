@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from underdraw.engine.graphs import Graphs
-from underdraw.engine.passes import REST, Passes
-from underdraw.engine.passes import Laws as Laws
+from underdraw.engine.cuda_graphs import GraphCache
+from underdraw.engine.step import REST, StepRunner
+from underdraw.engine.step import TokenStatsMode as TokenStatsMode
 from underdraw.errors import ConfigError
-from underdraw.history import History, Law, Step
+from underdraw.history import History, StepResult, TokenStats
 from underdraw.protocols import Drafter, Prompt, Target, TreePolicy, Verifier
 from underdraw.sampling import Sampler
 from underdraw.tree import Proposal
@@ -34,9 +34,9 @@ def decode(
     guidance: float = 1.0,
     proposal: Proposal | None = None,
     histories: list[History] | None = None,
-    laws: Laws = "skip",
-    graphs: Graphs | None = None,
-) -> Iterator[Step]:
+    token_stats: TokenStatsMode = "skip",
+    graphs: GraphCache | None = None,
+) -> Iterator[StepResult]:
     """Yield one Step for every image of every target pass, until all images are complete.
 
     The images' tokens and records are in `histories`, one per prompt, which the caller may pass in to keep. With
@@ -47,16 +47,18 @@ def decode(
     histories = fresh(histories, len(prompts), sampler)
     if graphs is None:
         session = target.open(prompts, layout, guidance=guidance)
-        draft = drafter.open(prompts, layout, session.first, guidance=guidance)
-        passes = Passes(session, draft, verifier, sampler, proposal, laws)
+        draft = drafter.open(prompts, layout, session.prefill, guidance=guidance)
+        passes = StepRunner(session, draft, verifier, sampler, proposal, token_stats)
     else:
-        passes = graphs.open(target, drafter, verifier, prompts, sampler, guidance, proposal, laws)
-    device = passes.session.first.logits.device
+        passes = graphs.open(target, drafter, verifier, prompts, sampler, guidance, proposal, token_stats)
+    device = passes.session.prefill.logits.device
     if sampler.device != device:
         raise ConfigError(f"the sampler is on {sampler.device} and the model on {device}; put both on one device.")
-    for history, seed, (token, *law) in zip(histories, sampler.seeds.tolist(), passes.begin().tolist(), strict=True):
+    for history, seed, (token, *law) in zip(
+        histories, sampler.seeds.tolist(), passes.sample_first().tolist(), strict=True
+    ):
         history.seed = seed
-        history.begin(int(token), Law(*law) if law else None)
+        history.record_first(int(token), TokenStats(*law) if law else None)
     place = [layout.start] * len(prompts)  # steps of the roots
     index = 0
     while not all(history.done for history in histories):
@@ -66,13 +68,15 @@ def decode(
             policy.plan(history, step) if alive else REST
             for history, step, alive in zip(histories, place, live, strict=True)
         ]
-        plans, news = passes.advance(wanted, place)
+        plans, news = passes.step(wanted, place)
         seconds = time.perf_counter() - began
         for image in (image for image, alive in enumerate(live) if alive):
             new = news[image]
             length = len(new.ranks)
-            step = Step(index, image, place[image], length, plans[image], new.tokens, new.ranks, seconds, new.laws)
-            histories[image].write(step)
+            step = StepResult(
+                index, image, place[image], length, plans[image], new.tokens, new.ranks, seconds, new.token_stats
+            )
+            histories[image].record(step)
             place[image] += length + 1
             yield step
         index += 1

@@ -14,7 +14,16 @@ from underdraw.models.chameleon import (
     load_text,
 )
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import Description, Family, Head, Model, Placement, Published, Settings, Size
+from underdraw.models.family import (
+    Description,
+    Family,
+    ImageSize,
+    LoadedModel,
+    Placement,
+    PublishedCheckpoint,
+    PublishedHead,
+    SamplingDefaults,
+)
 from underdraw.models.lumina import is_lumina
 from underdraw.protocols import Prompt
 
@@ -29,13 +38,13 @@ def describe(checkpoint: Checkpoint) -> Description:
     side = int((checkpoint.config.get("vq_config") or {}).get("resolution", 512))
     return Description(
         arch=chameleon_arch(checkpoint),
-        settings=Settings(guidance=3.0, top_k=2000),
-        sizes=(Size(side, side),),
+        settings=SamplingDefaults(guidance=3.0, top_k=2000),
+        sizes=(ImageSize(side, side),),
         layout=lambda size: Layout(size.height // DOWNSAMPLE, size.width // DOWNSAMPLE, CODES),
     )
 
 
-def load(checkpoint: Checkpoint, placement: Placement) -> Model:
+def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     known = describe(checkpoint)
     encode = load_text(checkpoint)
     target, images = load_chameleon(checkpoint, known, placement)
@@ -43,7 +52,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
     def row(text: str) -> tuple[int, ...]:
         return (START, *encode(text), SEPARATOR, IMAGE_START)
 
-    def prompt(text: str, negative: str | None, _: Size) -> Prompt:
+    def prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
         return Prompt(row(text), (START, IMAGE_START) if negative is None else row(negative))
 
     return known.model(FAMILY.name, checkpoint, target, images, prompt)
@@ -52,9 +61,9 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
 FAMILY = Family(
     name="anole",
     summary="Anole 7B in the layout of transformers' Chameleon: 512 px, 32x32 codes",
-    published=(Published("leloy/Anole-7b-v0.1-hf", "apache-2.0", "with an image tokenizer of its own"),),
+    published=(PublishedCheckpoint("leloy/Anole-7b-v0.1-hf", "apache-2.0", "with an image tokenizer of its own"),),
     recognise=recognise,
     load=load,
     describe=describe,
-    drafters=(Head("jadohu/anole_drafter", 4096, 512),),
+    drafters=(PublishedHead("jadohu/anole_drafter", 4096, 512),),
 )

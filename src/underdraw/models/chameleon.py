@@ -10,12 +10,12 @@ from typing import Any
 from underdraw.errors import CheckpointError
 from underdraw.models.checkpoint import FILES, Checkpoint
 from underdraw.models.family import Description, Placement
-from underdraw.models.hf import ROTARY, Encode, decoder_arch, text_encoder
-from underdraw.models.images import CHAMELEON, load_vqgan, vqgan_slots
-from underdraw.models.weights import HF_DECODER, HF_QK_NORM, Rule, decoder_slots, fill, materialise
-from underdraw.nn.session import DecoderTarget
+from underdraw.models.transformers_layout import ROTARY, Encode, decoder_arch, text_encoder
+from underdraw.models.vqgan_checkpoint import CHAMELEON, load_vqgan, vqgan_slots
+from underdraw.models.weight_map import HF_DECODER, HF_QK_NORM, WeightRule, decoder_slots, fill, materialise
+from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
-from underdraw.nn.vqgan import VQGAN
+from underdraw.tokenizers.vqgan import VQGAN
 
 # The tokenizer's own ids; a configuration's bos_token_id is wrong.
 START, PAD = 0, 1
@@ -33,7 +33,7 @@ DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 DECODER = (*HF_DECODER, *HF_QK_NORM)
-HEAD = Rule("lm_head.weight", "head.weight", cut="outputs")
+HEAD = WeightRule("lm_head.weight", "head.weight", cut="outputs")
 IMAGES = "model.vqmodel."
 PUBLISHED_IMAGES = "leloy/Anole-7b-v0.1-vqvae-hf"
 _TOKENIZER = ("", "tokenizer/", "chameleon/tokenizer/", "ckpts/chameleon/tokenizer/")

@@ -14,13 +14,21 @@ import torch
 from underdraw.errors import CheckpointError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import Description, Family, Model, Placement, Published, Settings, Size
-from underdraw.models.hf import ROTARY, decoder_arch, text_encoder
-from underdraw.models.weights import HF_DECODER, Rule, decoder_slots, fill, materialise, module_slots
-from underdraw.nn.session import DecoderTarget
+from underdraw.models.family import (
+    Description,
+    Family,
+    ImageSize,
+    LoadedModel,
+    Placement,
+    PublishedCheckpoint,
+    SamplingDefaults,
+)
+from underdraw.models.transformers_layout import ROTARY, decoder_arch, text_encoder
+from underdraw.models.weight_map import HF_DECODER, WeightRule, decoder_slots, fill, materialise, module_slots
+from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Transformer
-from underdraw.nn.vqvideo import VideoVQ, VideoVQArch
 from underdraw.protocols import Prompt
+from underdraw.tokenizers.movq import VideoVQ, VideoVQArch
 
 DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 4096,
@@ -49,7 +57,7 @@ NEGATIVE = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
     "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
 )
-HEAD = Rule("lm_head.weight", "head.weight", cut="outputs")
+HEAD = WeightRule("lm_head.weight", "head.weight", cut="outputs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +130,12 @@ def image_arch(config: Mapping[str, Any]) -> VideoVQArch:
     )
 
 
-def sizes(area: int, side: int) -> tuple[Size, ...]:
+def sizes(area: int, side: int) -> tuple[ImageSize, ...]:
     """Pictures of about `area` pixels in each ratio, in whole codes of `side` pixels."""
     found = []
     for width, height in RATIOS:
         unit = (area / (width * height)) ** 0.5 / side
-        found.append(Size(round(height * unit) * side, round(width * unit) * side))
+        found.append(ImageSize(round(height * unit) * side, round(width * unit) * side))
     return tuple(dict.fromkeys(found))
 
 
@@ -139,7 +147,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     side = images.downsample
     return Description(
         arch=replace(arch, outputs=ids.codes),
-        settings=Settings(guidance=3.0, top_k=2048),
+        settings=SamplingDefaults(guidance=3.0, top_k=2048),
         sizes=sizes(int(config.get("image_area", AREA)), side),
         layout=lambda size: Layout(
             size.height // side, size.width // side, ids.codes, row_end=ids.row_end,
@@ -148,7 +156,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     )  # fmt: skip
 
 
-def load(checkpoint: Checkpoint, placement: Placement) -> Model:
+def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     known, shapes = describe(checkpoint), checkpoint.shapes()
     encode = text_encoder(checkpoint.file("tokenizer.json"))
     version = next((v for v in VERSIONS if f"{v.decoder}norm.weight" in shapes), VERSIONS[0])
@@ -161,11 +169,11 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
     ids = tokens(checkpoint.config, arch.codes)
     positions = int({**DEFAULTS, **(checkpoint.config.get("text_config") or {})}["max_position_embeddings"])
 
-    def row(text: str, size: Size) -> tuple[int, ...]:
+    def row(text: str, size: ImageSize) -> tuple[int, ...]:
         grid = f"{size.height // arch.downsample}*{size.width // arch.downsample}"
         return (ids.start, *encode(text), ids.image_start, *encode(grid), ids.image)
 
-    def prompt(text: str, negative: str | None, size: Size) -> Prompt:
+    def prompt(text: str, negative: str | None, size: ImageSize) -> Prompt:
         return Prompt(row(text, size), row(NEGATIVE if negative is None else negative, size))
 
     return known.model(FAMILY.name, checkpoint, DecoderTarget(net, positions=positions), images, prompt)
@@ -174,7 +182,10 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
 FAMILY = Family(
     name="emu3",
     summary="Emu3-Gen 8B in the layout of transformers: about 720x720 px, 90x90 codes or as many in another shape",
-    published=(Published("Emu3-community/Emu3-Gen-hf", "apache-2.0"), Published("BAAI/Emu3-Gen-hf", "apache-2.0")),
+    published=(
+        PublishedCheckpoint("Emu3-community/Emu3-Gen-hf", "apache-2.0"),
+        PublishedCheckpoint("BAAI/Emu3-Gen-hf", "apache-2.0"),
+    ),
     recognise=recognise,
     load=load,
     describe=describe,

@@ -1,7 +1,7 @@
 """What a family is, and what a checkpoint becomes when its family has loaded it.
 
 A family is one file of this folder: data and a few functions. `recognise` says whether a checkpoint is one of its own,
-`load` makes a `Model` of it. Nothing above this folder knows which family it is dealing with.
+`load` makes a `LoadedModel` of it. Nothing above this folder knows which family it is dealing with.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint, Hub
-from underdraw.nn.session import DecoderTarget
+from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import ImageTokenizer, Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedCheckpoint:
     """A checkpoint that its authors have published."""
 
     id: str
@@ -30,7 +30,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class PublishedHead:
     """A published drafter, and the width and picture size of the model that it was trained for."""
 
     id: str
@@ -39,7 +39,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplingDefaults:
     """How a family's authors draw with it; every one of these can be overridden in a call."""
 
     guidance: float
@@ -49,7 +49,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ImageSize:
     """Height and width of a picture, in pixels."""
 
     height: int
@@ -72,15 +72,15 @@ class Description:
     """What a checkpoint's configuration says of it, before any weight is read."""
 
     arch: Arch
-    settings: Settings
-    sizes: tuple[Size, ...]  # the first one is the default
-    layout: Callable[[Size], Layout]
+    settings: SamplingDefaults
+    sizes: tuple[ImageSize, ...]  # the first one is the default
+    layout: Callable[[ImageSize], Layout]
 
     def model(
         self, family: str, checkpoint: Checkpoint, target: DecoderTarget, images: ImageTokenizer, prompt: MakePrompt
-    ) -> Model:
+    ) -> LoadedModel:
         """The checkpoint as a model, once its parts are loaded."""
-        return Model(
+        return LoadedModel(
             family=family,
             name=checkpoint.name,
             target=target,
@@ -95,7 +95,7 @@ class Description:
         )
 
 
-MakePrompt = Callable[[str, str | None, Size], Prompt]
+MakePrompt = Callable[[str, str | None, ImageSize], Prompt]
 """A family's way from words to the rows before the image: text, negative text for the unconditional row, size."""
 
 
@@ -104,16 +104,16 @@ def _reads_everything(_: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class LoadedModel:
     """A loaded checkpoint: everything that drawing with it takes."""
 
     family: str
     name: str  # what the user called it
     target: DecoderTarget
     images: ImageTokenizer
-    settings: Settings
-    sizes: tuple[Size, ...]  # the first one is the default
-    layout: Callable[[Size], Layout]
+    settings: SamplingDefaults
+    sizes: tuple[ImageSize, ...]  # the first one is the default
+    layout: Callable[[ImageSize], Layout]
     prompt: MakePrompt
     check: Callable[[str], None] = _reads_everything  # refuses words that it cannot read, without encoding them
     drafters: Sequence[Path] = ()  # folders of the drafters that came with it, best first
@@ -125,7 +125,7 @@ class Model:
         weight = self.target.net.head.weight
         return Placement(weight.device, weight.dtype)
 
-    def size(self, height: int | None, width: int | None) -> Size:
+    def size(self, height: int | None, width: int | None) -> ImageSize:
         """The size that was asked for, if the family can draw it."""
         default = self.sizes[0]
         if height is None and width is None:
@@ -145,8 +145,8 @@ class Family:
 
     name: str
     summary: str
-    published: tuple[Published, ...]
+    published: tuple[PublishedCheckpoint, ...]
     recognise: Callable[[Checkpoint], bool]
-    load: Callable[[Checkpoint, Placement], Model]
+    load: Callable[[Checkpoint, Placement], LoadedModel]
     describe: Callable[[Checkpoint], Description] | None = None
-    drafters: tuple[Head, ...] = ()
+    drafters: tuple[PublishedHead, ...] = ()

@@ -16,11 +16,20 @@ from torch import Tensor, nn
 from underdraw.errors import CheckpointError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import Description, Family, MakePrompt, Model, Placement, Published, Settings, Size
-from underdraw.models.hf import ROTARY, decoder_arch, special, text_encoder
-from underdraw.models.images import JANUS, vqgan_slots
-from underdraw.models.weights import HF_DECODER, Rule, Slot, decoder_slots, fill, materialise
-from underdraw.nn.session import DecoderTarget
+from underdraw.models.family import (
+    Description,
+    Family,
+    ImageSize,
+    LoadedModel,
+    MakePrompt,
+    Placement,
+    PublishedCheckpoint,
+    SamplingDefaults,
+)
+from underdraw.models.transformers_layout import ROTARY, decoder_arch, special, text_encoder
+from underdraw.models.vqgan_checkpoint import JANUS, vqgan_slots
+from underdraw.models.weight_map import HF_DECODER, WeightRule, WeightSlot, decoder_slots, fill, materialise
+from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Transformer
 from underdraw.protocols import Prompt
 
@@ -34,12 +43,12 @@ DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "bos_token_id": 100000,
 }
-DECODER = (Rule("embed_tokens.weight", "embedding.weight", part="text"), *HF_DECODER[1:])
+DECODER = (WeightRule("embed_tokens.weight", "embedding.weight", part="text"), *HF_DECODER[1:])
 HEAD = (
-    Rule("proj_out.weight", "head.hidden.weight"),
-    Rule("proj_out.bias", "head.hidden.bias"),
-    Rule("vision_head.weight", "head.out.weight"),
-    Rule("vision_head.bias", "head.out.bias"),
+    WeightRule("proj_out.weight", "head.hidden.weight"),
+    WeightRule("proj_out.bias", "head.hidden.bias"),
+    WeightRule("vision_head.weight", "head.out.weight"),
+    WeightRule("vision_head.bias", "head.out.bias"),
 )
 IGNORED = [ROTARY, r"lm_head\.", r"model\.vision_model\.", r"model\.aligner\."]  # text output, image input
 IMAGE_START = "<begin_of_image>"
@@ -66,8 +75,8 @@ def describe(checkpoint: Checkpoint) -> Description:
     pixels = side * 2 ** (len((config.get("vq_config") or {}).get("channel_multiplier", range(5))) - 1)
     return Description(
         arch=replace(text, vocab=codes.stop, outputs=codes, head_hidden=shapes[f"{_HEAD}proj_out.weight"][0]),
-        settings=Settings(guidance=5.0),
-        sizes=(Size(pixels, pixels),),
+        settings=SamplingDefaults(guidance=5.0),
+        sizes=(ImageSize(pixels, pixels),),
         layout=lambda _: Layout(side, side, codes),
     )
 
@@ -80,12 +89,12 @@ class Aligner(nn.Module):
         self.codes = nn.Embedding(codes, code_dim)
         self.layers = nn.ModuleList(nn.Linear(code_dim if index == 0 else dim, dim) for index in range(layers))
 
-    def slots(self) -> dict[str, Slot]:
+    def slots(self) -> dict[str, WeightSlot]:
         """Where the checkpoint's tensors go."""
-        found = {_EMBEDDING: Slot(self.codes.weight.data)}
+        found = {_EMBEDDING: WeightSlot(self.codes.weight.data)}
         for index, layer in enumerate(self.layers):
             name = _ALIGNER + ("fc1" if index == 0 else f"hidden_layers.{index - 1}")
-            found |= {f"{name}.{which}": Slot(value.data) for which, value in layer.named_parameters()}
+            found |= {f"{name}.{which}": WeightSlot(value.data) for which, value in layer.named_parameters()}
         return found
 
     def rows(self) -> Tensor:
@@ -96,7 +105,7 @@ class Aligner(nn.Module):
         return x
 
 
-def load(checkpoint: Checkpoint, placement: Placement) -> Model:
+def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     known, shapes = describe(checkpoint), checkpoint.shapes()
     net = materialise(lambda: Transformer(known.arch), placement)
     codes, code_dim = shapes[_EMBEDDING]
@@ -133,7 +142,7 @@ def _prompt(checkpoint: Checkpoint) -> MakePrompt:
     def row(text: str) -> tuple[int, ...]:
         return (start, *encode(f"<|User|>: {text.strip()}\n\n<|Assistant|>:"), image)
 
-    def prompt(text: str, negative: str | None, _: Size) -> Prompt:
+    def prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
         condition = row(text)
         padded = (start, *[int(pad)] * (len(condition) - 2), image)
         return Prompt(condition, padded if negative is None else row(negative))
@@ -145,8 +154,8 @@ FAMILY = Family(
     name="janus",
     summary="Janus-Pro 1B and 7B in the layout of transformers: 384 px, 24x24 codes",
     published=(
-        Published("deepseek-community/Janus-Pro-7B", "DeepSeek Model License"),
-        Published("deepseek-community/Janus-Pro-1B", "DeepSeek Model License"),
+        PublishedCheckpoint("deepseek-community/Janus-Pro-7B", "DeepSeek Model License"),
+        PublishedCheckpoint("deepseek-community/Janus-Pro-1B", "DeepSeek Model License"),
     ),
     recognise=recognise,
     load=load,

@@ -18,41 +18,59 @@ from torch import Tensor, nn
 
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.layout import Layout
-from underdraw.models.captions import TextFeatures
 from underdraw.models.checkpoint import Checkpoint, tensor_shapes
-from underdraw.models.family import Description, Family, Head, MakePrompt, Model, Placement, Published, Settings, Size
-from underdraw.models.hf import decoder_arch, square
-from underdraw.models.images import LLAMAGEN, load_vqgan
-from underdraw.models.labels import check_class, class_of
-from underdraw.models.weights import HF_DECODER, Rule, Slot, decoder_slots, fill, materialise, refuse_drafter
-from underdraw.nn.linear import Linear
+from underdraw.models.family import (
+    Description,
+    Family,
+    ImageSize,
+    LoadedModel,
+    MakePrompt,
+    Placement,
+    PublishedCheckpoint,
+    PublishedHead,
+    SamplingDefaults,
+)
+from underdraw.models.imagenet_classes import check_class, class_of
+from underdraw.models.t5_text import TextFeatures
+from underdraw.models.transformers_layout import decoder_arch, square
+from underdraw.models.vqgan_checkpoint import LLAMAGEN, load_vqgan
+from underdraw.models.weight_map import (
+    HF_DECODER,
+    WeightRule,
+    WeightSlot,
+    decoder_slots,
+    fill,
+    materialise,
+    refuse_drafter,
+)
 from underdraw.nn.rope import Rope
-from underdraw.nn.session import DecoderTarget
+from underdraw.nn.row_invariant import Linear
+from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
-from underdraw.nn.vqgan import VQGAN
 from underdraw.protocols import Prompt
+from underdraw.tokenizers.vqgan import VQGAN
 
 CELL = 16  # pixels of a code
 SIDES = (256, 384, 512)  # of published checkpoints, in pixels
 TEXT = 120  # features of a prompt
 ORIGINAL = (
-    Rule("tok_embeddings.weight", "embedding.weight", part="codes"),
-    Rule("output.weight", "head.weight"),
-    Rule("norm.weight", "norm.weight"),
-    Rule("layers.{i}.attention_norm.weight", "blocks.{i}.attention_norm.weight"),
-    Rule("layers.{i}.ffn_norm.weight", "blocks.{i}.ffn_norm.weight"),
-    Rule("layers.{i}.attention.wqkv.weight", "blocks.{i}.qkv.weight"),
-    Rule("layers.{i}.attention.wo.weight", "blocks.{i}.out.weight"),
-    Rule("layers.{i}.feed_forward.w1.weight", "blocks.{i}.gate_up.weight", part="gate"),
-    Rule("layers.{i}.feed_forward.w3.weight", "blocks.{i}.gate_up.weight", part="up"),
-    Rule("layers.{i}.feed_forward.w2.weight", "blocks.{i}.down.weight"),
+    WeightRule("tok_embeddings.weight", "embedding.weight", part="codes"),
+    WeightRule("output.weight", "head.weight"),
+    WeightRule("norm.weight", "norm.weight"),
+    WeightRule("layers.{i}.attention_norm.weight", "blocks.{i}.attention_norm.weight"),
+    WeightRule("layers.{i}.ffn_norm.weight", "blocks.{i}.ffn_norm.weight"),
+    WeightRule("layers.{i}.attention.wqkv.weight", "blocks.{i}.qkv.weight"),
+    WeightRule("layers.{i}.attention.wo.weight", "blocks.{i}.out.weight"),
+    WeightRule("layers.{i}.feed_forward.w1.weight", "blocks.{i}.gate_up.weight", part="gate"),
+    WeightRule("layers.{i}.feed_forward.w3.weight", "blocks.{i}.gate_up.weight", part="up"),
+    WeightRule("layers.{i}.feed_forward.w2.weight", "blocks.{i}.down.weight"),
 )
 CONVERTED = (
-    Rule("model.embed_tokens.weight", "embedding.weight", part="codes"),
-    Rule("lm_head.weight", "head.weight"),
+    WeightRule("model.embed_tokens.weight", "embedding.weight", part="codes"),
+    WeightRule("lm_head.weight", "head.weight"),
     *(replace(rule, name=f"model.{rule.name}") for rule in HF_DECODER[1:]),
 )
-CLASSES = Rule("cls_embedding.embedding_table.weight", "embedding.weight", part="classes")
+CLASSES = WeightRule("cls_embedding.embedding_table.weight", "embedding.weight", part="classes")
 _TABLE = "cls_embedding.embedding_table.weight"
 _CAPTIONS = {
     "cls_embedding.cap_proj.fc1.weight": "0.weight",
@@ -154,13 +172,15 @@ def describe(checkpoint: Checkpoint) -> Description:
     codes = arch.outputs or range(0)
     return Description(
         arch=arch,
-        settings=Settings(guidance=4.0, top_k=2000) if own.classes else Settings(guidance=7.5, top_k=1000),
-        sizes=tuple(Size(side, side) for side in _sides(own)),
+        settings=SamplingDefaults(guidance=4.0, top_k=2000)
+        if own.classes
+        else SamplingDefaults(guidance=7.5, top_k=1000),
+        sizes=tuple(ImageSize(side, side) for side in _sides(own)),
         layout=lambda size: Layout(size.height // CELL, size.width // CELL, codes),
     )
 
 
-def load(checkpoint: Checkpoint, placement: Placement) -> Model:
+def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     known, own = describe(checkpoint), weights(checkpoint)
     net = materialise(lambda: Transformer(known.arch), placement)
     vocab = own.embedding[0]
@@ -172,8 +192,8 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
     else:
         projection, unconditional = _captions(own, placement)
         parameters = projection.state_dict()
-        slots |= {own.prefix + name: Slot(parameters[into]) for name, into in _CAPTIONS.items()}
-        slots[own.prefix + _UNCONDITIONAL] = Slot(unconditional)
+        slots |= {own.prefix + name: WeightSlot(parameters[into]) for name, into in _CAPTIONS.items()}
+        slots[own.prefix + _UNCONDITIONAL] = WeightSlot(unconditional)
         make = _text_prompt(checkpoint, placement, unconditional)
     fill(own.checkpoint, slots, _STALE)
     images = _images(checkpoint, "c2i" if own.classes else "t2i", placement)
@@ -210,7 +230,7 @@ def _class_prompt(own: Weights, first: int) -> MakePrompt:
     def token(text: str) -> int:
         return first + class_of(text, own.classes)
 
-    def prompt(text: str, negative: str | None, _: Size) -> Prompt:
+    def prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
         none = first + own.classes
         return Prompt((token(text),), (none if negative is None else token(negative),))
 
@@ -224,7 +244,7 @@ def _text_prompt(checkpoint: Checkpoint, placement: Placement, unconditional: Te
     def features(text: str) -> Tensor:
         return encoder(text)
 
-    def prompt(text: str, negative: str | None, _: Size) -> Prompt:
+    def prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
         condition = features(text)
         # The authors pad on the left, so what is left of the table are its last rows.
         none = unconditional[unconditional.shape[0] - condition.shape[0] :]
@@ -237,17 +257,22 @@ FAMILY = Family(
     name="llamagen",
     summary="LlamaGen, text-to-image (256 and 512 px) and class-conditional (256 and 384 px), B to 3B",
     published=(
-        Published("jadohu/LlamaGen-T2I", "mit", "text-to-image, 256 px; with vq_ds16_t2i.pt and google/flan-t5-xl"),
-        Published("jadohu/LlamaGen-T2I-2", "mit", "text-to-image, 512 px; with the same"),
-        Published("peizesun/llamagen_t2i/t2i_XL_stage1_256.pt", "mit", "text-to-image, 256 px"),
-        Published("peizesun/llamagen_t2i/t2i_XL_stage2_512.pt", "mit", "text-to-image, 512 px"),
+        PublishedCheckpoint(
+            "jadohu/LlamaGen-T2I", "mit", "text-to-image, 256 px; with vq_ds16_t2i.pt and google/flan-t5-xl"
+        ),
+        PublishedCheckpoint("jadohu/LlamaGen-T2I-2", "mit", "text-to-image, 512 px; with the same"),
+        PublishedCheckpoint("peizesun/llamagen_t2i/t2i_XL_stage1_256.pt", "mit", "text-to-image, 256 px"),
+        PublishedCheckpoint("peizesun/llamagen_t2i/t2i_XL_stage2_512.pt", "mit", "text-to-image, 512 px"),
         *(
-            Published(f"FoundationVision/LlamaGen/{name}.pt", "mit", "class-conditional; with vq_ds16_c2i.pt")
+            PublishedCheckpoint(f"FoundationVision/LlamaGen/{name}.pt", "mit", "class-conditional; with vq_ds16_c2i.pt")
             for name in ("c2i_B_256", "c2i_L_256", "c2i_B_384", "c2i_L_384", "c2i_XL_384", "c2i_XXL_384", "c2i_3B_384")
         ),
     ),
     recognise=recognise,
     load=load,
     describe=describe,
-    drafters=(Head("jadohu/llamagen_drafter", 1280, 256), Head("jadohu/llamagen2_drafter", 1280, 512)),
+    drafters=(
+        PublishedHead("jadohu/llamagen_drafter", 1280, 256),
+        PublishedHead("jadohu/llamagen2_drafter", 1280, 512),
+    ),
 )

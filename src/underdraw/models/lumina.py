@@ -19,7 +19,15 @@ from underdraw.models.chameleon import (
     load_text,
 )
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import Description, Family, Model, Placement, Published, Settings, Size
+from underdraw.models.family import (
+    Description,
+    Family,
+    ImageSize,
+    LoadedModel,
+    Placement,
+    PublishedCheckpoint,
+    SamplingDefaults,
+)
 from underdraw.protocols import Prompt
 
 ROW_END = 8803  # <reserved08799>
@@ -47,20 +55,20 @@ def target_size(checkpoint: Checkpoint) -> int:
     return 768
 
 
-def sizes(target: int) -> tuple[Size, ...]:
+def sizes(target: int) -> tuple[ImageSize, ...]:
     """The square, then every shape of about its area: for each width the heights around the largest that still fits."""
     area = (target // PATCH) ** 2
     found = [
-        Size(height * PATCH, width * PATCH)
+        ImageSize(height * PATCH, width * PATCH)
         for width in range(1, area + 1)
         for height in range(max(1, area // (width + 1)), area // width + 1)
         if max(height, width) <= ASPECT * min(height, width)
     ]
-    square = Size(target, target)
+    square = ImageSize(target, target)
     return (square, *(size for size in found if size != square))
 
 
-def layout(size: Size) -> Layout:
+def layout(size: ImageSize) -> Layout:
     return Layout(
         size.height // CELL,
         size.width // CELL,
@@ -74,22 +82,22 @@ def layout(size: Size) -> Layout:
 def describe(checkpoint: Checkpoint) -> Description:
     return Description(
         arch=chameleon_arch(checkpoint),
-        settings=Settings(guidance=3.0, top_k=2000),
+        settings=SamplingDefaults(guidance=3.0, top_k=2000),
         sizes=sizes(target_size(checkpoint)),
         layout=layout,
     )
 
 
-def load(checkpoint: Checkpoint, placement: Placement) -> Model:
+def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     known = describe(checkpoint)
     encode = load_text(checkpoint)
     target, images = load_chameleon(checkpoint, known, placement)
 
-    def row(text: str, size: Size) -> tuple[int, ...]:
+    def row(text: str, size: ImageSize) -> tuple[int, ...]:
         order = f"Generate an image of {size.width}x{size.height} according to the following prompt:\n{text}"
         return (START, *encode(order), SEPARATOR)
 
-    def prompt(text: str, negative: str | None, size: Size) -> Prompt:
+    def prompt(text: str, negative: str | None, size: ImageSize) -> Prompt:
         # Without words the unconditional row starts at the image itself, which the layout's prologue opens.
         return Prompt(row(text, size), () if negative is None else row(negative, size))
 
@@ -100,7 +108,7 @@ FAMILY = Family(
     name="lumina",
     summary="Lumina-mGPT 7B: pictures of about 512, 768 or 1024 px squared in any shape up to 4:1",
     published=tuple(
-        Published(
+        PublishedCheckpoint(
             f"Alpha-VLLM/Lumina-mGPT-7B-{size}",
             "see its page on the hub",
             "image tokenizer of Chameleon, fetched apart",

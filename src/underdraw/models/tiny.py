@@ -9,15 +9,15 @@ from __future__ import annotations
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import Family, Model, Placement, Published, Settings, Size
-from underdraw.nn.linear import arrange
+from underdraw.models.family import Family, ImageSize, LoadedModel, Placement, PublishedCheckpoint, SamplingDefaults
 from underdraw.nn.rope import Rope
-from underdraw.nn.session import DecoderTarget
-from underdraw.nn.storage import load_weights
-from underdraw.nn.text import TextTokenizer
+from underdraw.nn.row_invariant import pack_weights
+from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
-from underdraw.nn.vq import load_tokenizer
+from underdraw.nn.weights import load_weights
 from underdraw.protocols import Prompt
+from underdraw.tokenizers.fsq import load_tokenizer
+from underdraw.tokenizers.text import TextTokenizer
 
 KIND = "underdraw-tiny"
 
@@ -35,7 +35,7 @@ def recognise(checkpoint: Checkpoint) -> bool:
     return checkpoint.config.get("model_type") == KIND
 
 
-def load(checkpoint: Checkpoint, placement: Placement) -> Model:
+def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     folder = checkpoint.folder
     images, _ = load_tokenizer(folder / "tokenizer", placement.device)
     text = TextTokenizer.load(folder / "decoder" / "text.json")
@@ -46,7 +46,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
     net = Transformer(tiny_arch(size["text"], size["codes"], dim=size["dim"], layers=size["layers"]))
     net.load_state_dict(weights)
     net = net.to(placement.device, placement.dtype).eval().requires_grad_(False)
-    arrange(net)
+    pack_weights(net)
     codes = range(size["text"], size["text"] + size["codes"])
 
     def check(words: str) -> None:
@@ -57,19 +57,19 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
                 "shorten it."
             )
 
-    def prompt(words: str, negative: str | None, _: Size) -> Prompt:
+    def prompt(words: str, negative: str | None, _: ImageSize) -> Prompt:
         check(words)
         check(negative or "")
         condition, unconditional = text.encode_batch([words, negative or ""])
         return Prompt(tuple(condition), tuple(unconditional))
 
-    return Model(
+    return LoadedModel(
         family=FAMILY.name,
         name=checkpoint.name,
         target=DecoderTarget(net, image_offset=text.max_length),
         images=images.eval().requires_grad_(False),
-        settings=Settings(guidance=2.0, temperature=0.5),
-        sizes=(Size(height * images.downsample, width * images.downsample),),
+        settings=SamplingDefaults(guidance=2.0, temperature=0.5),
+        sizes=(ImageSize(height * images.downsample, width * images.downsample),),
         layout=lambda _: Layout(height, width, codes),
         prompt=prompt,
         check=check,
@@ -81,7 +81,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> Model:
 FAMILY = Family(
     name="tiny",
     summary="the embedded model: 29 M parameters, 192 px, 24x24 codes, emoji, portraits and landscapes",
-    published=(Published("tiny", "CC-BY-4.0 AND CC0-1.0 AND MIT", "comes with the package"),),
+    published=(PublishedCheckpoint("tiny", "CC-BY-4.0 AND CC0-1.0 AND MIT", "comes with the package"),),
     recognise=recognise,
     load=load,
 )

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from underdraw.nn.number import number
-from underdraw.nn.rounding import padded_rows
+from underdraw.constants import scalar
+from underdraw.nn.row_invariant import padded_rows
 
 _SPLIT_WIDTHS = (16, 32, 64, 128, 256)  # of heads, that `nn.split` has blocks for
 _COLUMNS = 16  # of values that a CPU keeps at least
@@ -30,7 +30,7 @@ Kernel = Literal["fused", "products", "split", "auto"]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SlotBlock:
     """A stretch of cache slots that holds all keys of one block of places; `inside` masks the others out."""
 
     start: int
@@ -39,14 +39,14 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Visible:
+class AttentionMask:
     """What each new node may look at, as a bias that is added to scores; on a CPU with the windows of the slots."""
 
-    bias: Tensor  # (R, 1, N, length), on a CPU (R * G, M, length) as `attend_in_blocks` has it
-    windows: tuple[Window, ...] = ()
+    bias: Tensor  # (R, 1, N, length), on a CPU (R * G, M, length) as `attend_cpu` has it
+    windows: tuple[SlotBlock, ...] = ()
 
     @classmethod
-    def of(cls, bias: Tensor, windows: tuple[Window, ...], heads: int, groups: int) -> Visible:
+    def of(cls, bias: Tensor, windows: tuple[SlotBlock, ...], heads: int, groups: int) -> AttentionMask:
         """From a bias (R, N, length), as it is seen on a CPU."""
         rows, count, length = bias.shape
         queries = heads // groups * count
@@ -56,7 +56,7 @@ class Visible:
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class TreeMask:
     """The same for `nn.split`: all committed slots, and of the nodes behind them the ancestors."""
 
     committed: Tensor  # (R,)
@@ -82,12 +82,12 @@ def splits(kernel: Kernel, keys: Tensor, heads: int) -> bool:
     rows, groups, _, width = keys.shape
     if kernel == "auto":
         best = heads != groups or (keys.dtype != torch.float32 and rows * groups <= _ALONE)
-        return best and width in _SPLIT_WIDTHS and width <= _NARROW and triton_runs(keys.device)
+        return best and width in _SPLIT_WIDTHS and width <= _NARROW and triton_available(keys.device)
     return kernel == "split" and width in _SPLIT_WIDTHS
 
 
 @functools.cache
-def triton_runs(device: torch.device) -> bool:
+def triton_available(device: torch.device) -> bool:
     """True where kernels of our own run: triton is there, and the GPU has the matrix units that they are made for."""
     if device.type != "cuda" or not torch.cuda.is_available() or find_spec("triton") is None:
         return False
@@ -96,7 +96,7 @@ def triton_runs(device: torch.device) -> bool:
 
 def windows(
     committed: Tensor, depths: Tensor, spread: int, first: int, length: int, groups: int, size: int
-) -> tuple[Window, ...]:
+) -> tuple[SlotBlock, ...]:
     """Windows of `size` places over `length` slots.
 
     Rows hold `committed` (R,) tokens, then nodes whose places are committed + depth. `depths` (R, M) are those of the
@@ -105,7 +105,7 @@ def windows(
     """
     starts = range(0, length, size)
     if len(starts) == 1 or not spread:
-        return tuple(Window(start, min(start + size, length), None) for start in starts)
+        return tuple(SlotBlock(start, min(start + size, length), None) for start in starts)
     slot = torch.arange(length, device=depths.device)
     ahead = (slot - committed[:, None]).clamp(0, depths.shape[1] - 1)  # (R, length) node in the slot
     place = torch.where(slot < committed[:, None], slot, committed[:, None] + depths.gather(1, ahead))
@@ -113,15 +113,15 @@ def windows(
     for start in starts:
         stop = start + size
         if stop <= first:
-            parts.append(Window(start, stop, None))
+            parts.append(SlotBlock(start, stop, None))
             continue
         stop = min(stop + spread, length)
         inside = place[:, start:stop] // size == start // size
-        parts.append(Window(start, stop, inside[:, None].float().repeat_interleave(groups, dim=0)))
+        parts.append(SlotBlock(start, stop, inside[:, None].float().repeat_interleave(groups, dim=0)))
     return tuple(parts)
 
 
-def empty_caches(shape: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+def allocate_cache(shape: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
     """Caches of keys and values, (layers, R, G, L, D), where and of which type `like` is.
 
     A CPU keeps the places of keys side by side in memory, so that the BLAS multiplies any number of queries alike and a
@@ -136,12 +136,14 @@ def empty_caches(shape: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
     return like.new_zeros(layers, width, *places).movedim(1, -1), values
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible | Tree, kernel: Kernel = "fused") -> Tensor:
-    """q (R, N, H, D) against keys and values (R, G, L, D): (R, N, H * D). For a CPU there is `attend_in_blocks`."""
-    if isinstance(visible, Tree):
-        from underdraw.nn.split import attend_split
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, visible: AttentionMask | TreeMask, kernel: Kernel = "fused"
+) -> Tensor:
+    """q (R, N, H, D) against keys and values (R, G, L, D): (R, N, H * D). For a CPU there is `attend_cpu`."""
+    if isinstance(visible, TreeMask):
+        from underdraw.kernels.tree_attention import tree_attention
 
-        return attend_split(q, keys, values, visible.committed, visible.ancestors)
+        return tree_attention(q, keys, values, visible.committed, visible.ancestors)
     rows, count, heads, width = q.shape
     groups = keys.shape[1]
     q = q.transpose(1, 2)
@@ -153,18 +155,18 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Visible | Tree, ker
     return out.transpose(1, 2).reshape(rows, count, heads * width)
 
 
-def _attend_products(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
+def _attend_products(q: Tensor, keys: Tensor, values: Tensor, visible: AttentionMask) -> Tensor:
     """q (R, G, M, D), where the M rows are the heads of a group times N nodes -> (R, G, M, D)."""
     scores = (q @ keys.transpose(-1, -2)).float() * q.shape[-1] ** -0.5  # (R, G, M, L)
     scores = scores.unflatten(2, (-1, visible.bias.shape[2])) + visible.bias[:, :, None]
     return scores.softmax(-1).to(values.dtype).flatten(2, 3) @ values
 
 
-def attend_in_blocks(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> Tensor:
+def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, visible: AttentionMask) -> Tensor:
     """The same on a CPU: q (R, N, H, D) against keys (R * G, D, L) and values (R * G, L, D + 1 or more)."""
     rows, nodes, heads, width = q.shape
     count = rows * nodes * heads // len(keys)  # queries of a key-value head
-    q = q.transpose(1, 2).reshape(-1, count, width) * number(width**-0.5)
+    q = q.transpose(1, 2).reshape(-1, count, width) * scalar(width**-0.5)
     padded = visible.bias.shape[1]
     if padded > count:
         q = torch.cat([q] * -(-padded // count), dim=1)[:, :padded]
@@ -181,7 +183,7 @@ def attend_in_blocks(q: Tensor, keys: Tensor, values: Tensor, visible: Visible) 
     return out.view(rows, heads, nodes, width).transpose(1, 2).reshape(rows, nodes, heads * width)
 
 
-def _sum(weights: Tensor, values: Tensor, windows: tuple[Window, ...]) -> Tensor:
+def _sum(weights: Tensor, values: Tensor, windows: tuple[SlotBlock, ...]) -> Tensor:
     """weights (R * G, M, L) times values, block after block."""
     total: Tensor | None = None
     for window in windows:

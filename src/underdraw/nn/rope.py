@@ -12,8 +12,8 @@ from torch import Tensor
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 
-Turn = tuple[Tensor, Tensor]
-"""What `rotate` multiplies heads with: cosines and signed sines, (R, N, 1, D) each."""
+CosSin = tuple[Tensor, Tensor]
+"""What `apply_rope` multiplies heads with: cosines and signed sines, (R, N, 1, D) each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Rope:
         angles = self.angles(places.float())
         return torch.stack([angles.cos(), angles.sin()], dim=-2)
 
-    def factors(self, rotation: Tensor, dtype: torch.dtype) -> Tensor:
+    def cos_sin(self, rotation: Tensor, dtype: torch.dtype) -> Tensor:
         """What heads are multiplied with: rotation (..., 2, D / 2) -> (..., 2, D), cosines and signed sines."""
         cos, sin = rotation.to(dtype).unbind(-2)  # (..., D / 2)
         both = torch.stack([cos, -sin], dim=-2), torch.stack([cos, sin], dim=-2)
@@ -66,25 +66,25 @@ class Rope:
             )
 
 
-class Raster:
+class RopeTable:
     """The factors of all steps of R rows, looked up instead of computed; in a tensor that stays where it is."""
 
     def __init__(self, rope: Rope, layout: Layout, offset: Tensor, dtype: torch.dtype) -> None:
         self.rope, self.layout, self.offset, self.dtype = rope, layout, offset, dtype
         steps = torch.arange(layout.steps, device=offset.device)
         self.steps = steps.expand(len(offset), -1)
-        self.first = (torch.arange(len(offset), device=offset.device) * layout.steps)[:, None]
+        self.prefill = (torch.arange(len(offset), device=offset.device) * layout.steps)[:, None]
         self.table = torch.empty(0)
 
     def fill(self) -> None:
         """Follow what `offset` (R,) has become."""
         rotation = self.rope.raster(self.layout, self.steps, self.offset).flatten(0, 1)
-        found = self.rope.factors(rotation, self.dtype)  # (R * S, 2, D)
+        found = self.rope.cos_sin(rotation, self.dtype)  # (R * S, 2, D)
         self.table = self.table.copy_(found) if len(self.table) else found
 
     def __call__(self, steps: Tensor) -> Tensor:
         """(B, N) steps of images whose copies the rows are, those past the last one as the last -> (R, N, 2, D)."""
-        place = steps.clamp(0, self.layout.steps - 1) + self.first.view(-1, len(steps), 1)
+        place = steps.clamp(0, self.layout.steps - 1) + self.prefill.view(-1, len(steps), 1)
         return self.table.index_select(0, place.flatten()).view(-1, steps.shape[1], *self.table.shape[1:])
 
 
@@ -97,13 +97,13 @@ def _rates(rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
     return axes, rope.theta ** -torch.cat(counts)
 
 
-def turned(factors: Tensor) -> Turn:
-    """Factors (R, N, 2, D) as `rotate` takes them."""
-    cos, sin = factors[..., None, :].unbind(2)
+def split_cos_sin(cos_sin: Tensor) -> CosSin:
+    """Factors (R, N, 2, D) as `apply_rope` takes them."""
+    cos, sin = cos_sin[..., None, :].unbind(2)
     return cos, sin
 
 
-def rotate(x: Tensor, turn: Turn, pairing: str) -> Tensor:
+def apply_rope(x: Tensor, turn: CosSin, pairing: str) -> Tensor:
     """Turn heads x (R, N, H, D)."""
     cos, sin = turn
     half = x.shape[-1] // 2

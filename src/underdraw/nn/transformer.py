@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from underdraw.constants import scalar
 from underdraw.errors import ConfigError
-from underdraw.nn.linear import Linear, PanelLinear, linear
-from underdraw.nn.number import number
-from underdraw.nn.rope import Rope, Turn, rotate, turned
+from underdraw.nn.rope import CosSin, Rope, apply_rope, split_cos_sin
+from underdraw.nn.row_invariant import Linear, PackedLinear, linear
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (R, N, H, D), k (R, N, G, D), v (R, N, G, D)) -> (R, N, H * D)."""
@@ -68,7 +68,7 @@ def unit(x: Tensor, eps: float) -> Tensor:
         return unit(x.float(), eps).to(x.dtype)
     size = (x * x).sum(-1, keepdim=True)
     if x.is_cpu:
-        return x * torch.add(number(eps), size, alpha=1 / x.shape[-1]).rsqrt_()
+        return x * torch.add(scalar(eps), size, alpha=1 / x.shape[-1]).rsqrt_()
     return x * size.div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
@@ -104,7 +104,7 @@ class HeadNorm(nn.Module):
             x.add_(same_type(self.bias, x))
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention and SwiGLU, with fused qkv and gate-up matrices.
 
     Parts are not called as modules: looking for hooks takes a CPU longer than some of the work.
@@ -114,10 +114,10 @@ class Block(nn.Module):
         super().__init__()
         self.arch, self.index = arch, index
         inner, shared = arch.heads * arch.width, arch.groups * arch.width
-        self.qkv = PanelLinear(arch.dim, inner + 2 * shared)
-        self.out = PanelLinear(inner, arch.dim)
-        self.gate_up = PanelLinear(arch.dim, 2 * arch.ffn)
-        self.down = PanelLinear(arch.ffn, arch.dim)
+        self.qkv = PackedLinear(arch.dim, inner + 2 * shared)
+        self.out = PackedLinear(inner, arch.dim)
+        self.gate_up = PackedLinear(arch.dim, 2 * arch.ffn)
+        self.down = PackedLinear(arch.ffn, arch.dim)
         skip = arch.norm == "pre_skip_first" and index == 0
         self.attention_norm = nn.Identity() if skip else RMSNorm(arch.dim, arch.norm_eps)
         self.ffn_norm = RMSNorm(arch.dim, arch.norm_eps)
@@ -131,14 +131,14 @@ class Block(nn.Module):
         """Queries, keys and values as they leave their product: (R, N, (H + 2 G) D)."""
         return linear(x if self.arch.norm == "post" else self.attention_norm.forward(x), self.qkv.weight)
 
-    def before(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+    def before(self, x: Tensor, turn: CosSin) -> tuple[Tensor, Tensor, Tensor]:
         """Everything before attention: x (R, N, dim) -> q (R, N, H, D), k and v (R, N, G, D)."""
         arch = self.arch
         heads = self.heads(x).view(*x.shape[:-1], -1, arch.width)  # (R, N, H + 2 G, D)
         both, v = heads.split_with_sizes([arch.heads + arch.groups, arch.groups], -2)
         if self.q_norm is not None and self.k_norm is not None:
             both = self._head_norm(both, self.q_norm, self.k_norm)
-        q, k = rotate(both, turn, arch.rope.pairing).split_with_sizes([arch.heads, arch.groups], -2)
+        q, k = apply_rope(both, turn, arch.rope.pairing).split_with_sizes([arch.heads, arch.groups], -2)
         return q, k, v
 
     def _head_norm(self, x: Tensor, q: HeadNorm, k: HeadNorm) -> Tensor:
@@ -158,7 +158,7 @@ class Block(nn.Module):
 
     def ffn(self, x: Tensor) -> Tensor:
         gate, up = linear(x, self.gate_up.weight).split_with_sizes([self.arch.ffn, self.arch.ffn], -1)
-        one = number(1.0) if x.is_cpu else 1
+        one = scalar(1.0) if x.is_cpu else 1
         gated = gate / (torch.exp(-gate) + one)  # F.silu rounds by place once threads share a tensor
         return linear(gated * up, self.down.weight)
 
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.arch = arch
         self.embedding = nn.Embedding(arch.vocab, arch.dim)
-        self.blocks = nn.ModuleList(Block(arch, index) for index in range(arch.layers))
+        self.blocks = nn.ModuleList(DecoderLayer(arch, index) for index in range(arch.layers))
         self.norm = RMSNorm(arch.dim, arch.norm_eps) if arch.final_norm == "rms" else nn.Identity()
         outputs = len(arch.outputs) if arch.outputs is not None else arch.vocab
         self.head: Linear | MLPHead = (
@@ -199,7 +199,7 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
         """Embeddings (R, N, dim) and rotation (R, N, 2, width / 2) to features (R, N, dim): what the head reads."""
-        turn = turned(self.arch.rope.factors(rotation, x.dtype))
+        turn = split_cos_sin(self.arch.rope.cos_sin(rotation, x.dtype))
         for index, block in enumerate(self.blocks):
             q, k, v = block.before(x, turn)  # type: ignore[operator]
             x = block.after(x, attend(index, q, k, v))  # type: ignore[operator]

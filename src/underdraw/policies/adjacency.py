@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from underdraw.errors import ConfigError
-from underdraw.history import History, Record
+from underdraw.history import History, TreeRecord
 from underdraw.plan import TreePlan
 
 _OFFSETS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -78,14 +78,14 @@ class Adjacency:
         width = round(sum(r.width for r in records) / len(records))
         return depth, width, sum(r.rate for r in records) / len(records)
 
-    def _neighbours(self, history: History, step: int) -> list[Record]:
+    def _neighbours(self, history: History, step: int) -> list[TreeRecord]:
         layout, cell = history.layout, history.layout.cell(step)
         found = []
         if cell is not None:
             for rows, cols in _OFFSETS[self.init]:
                 row, col = cell[0] + rows, cell[1] + cols
                 if row >= 0 and 0 <= col < layout.width:
-                    found.append(history.at(layout.step(row, col)))
+                    found.append(history.tree_at(layout.step(row, col)))
         records = [record for record in found if record is not None]
-        before = history.at(step)  # the root itself came from the tree before this one
+        before = history.tree_at(step)  # the root itself came from the tree before this one
         return records or ([before] if before is not None else [])

@@ -49,15 +49,15 @@ class Cost:
         worth = self._worth(history, step)
         if worth > self.plain and step % self.retry:
             return TreePlan(0, 1, 1, 1)
-        floor = min(max(self.node / min(worth, self.plain), 0.01), 0.5)
-        return TreePlan(self.depth, self.width, self.branch, self.nodes, floor=round(floor, 3))
+        min_probability = min(max(self.node / min(worth, self.plain), 0.01), 0.5)
+        return TreePlan(self.depth, self.width, self.branch, self.nodes, min_probability=round(min_probability, 3))
 
     def _worth(self, history: History, step: int) -> float:
         """Milliseconds a token nearby."""
-        above = step - history.layout.pitch + 1
+        above = step - history.layout.row_stride + 1
         cells = np.concatenate([np.arange(step - self.reach + 1, step + 1), np.arange(above, above + self.reach)])
         cells = cells[(cells >= 0) & (cells < history.layout.steps)]
-        cells = cells[history.tree[cells] >= 0]
+        cells = cells[history.pass_index[cells] >= 0]
         if not len(cells):
             return self.plain / 2
         depth = history.depth[cells]

@@ -31,7 +31,7 @@ class NoTree:
     """Plain autoregression through the same loop: nothing is drafted but the tokens that the layout forces."""
 
     def plan(self, history: History, step: int) -> TreePlan:
-        depth = int(history.layout.forced(step + 1))
+        depth = int(history.layout.is_row_end(step + 1))
         return TreePlan(depth, 1, 1, depth + 1)
 
 

@@ -23,24 +23,24 @@ import torch
 from torch import Tensor, nn
 
 from underdraw.calibration import Calibration
-from underdraw.drafters.block import Block, BlockNet
+from underdraw.drafters.block import BlockDrafter, BlockNet
 from underdraw.drafters.eagle import Eagle, EagleNet
-from underdraw.drafters.storage import SHARED, build, save_drafter
+from underdraw.drafters.loading import SHARED, build, save_drafter
 from underdraw.models.checkpoint import open_checkpoint
-from underdraw.models.family import Model
-from underdraw.nn.linear import input_major
-from underdraw.nn.storage import load_weights
+from underdraw.models.family import LoadedModel
+from underdraw.nn.row_invariant import input_major
+from underdraw.nn.weights import load_weights
 from underdraw.pipeline import Pipeline, family_of, placement
 from underdraw.training.checkpoint import load_state
 from underdraw.training.command import run, trainer_parser
 from underdraw.training.devices import Devices
 from underdraw.training.lessons import Draw, alternating, from_pack, from_samples
-from underdraw.training.loop import spend
+from underdraw.training.losses import BlockLoss, EagleLoss, roots_of
 from underdraw.training.optim import follow, optimizers, set_rate, step_all
 from underdraw.training.quality import BEST, Quality, shares
 from underdraw.training.samples import Samples, keep_features, prompts_of
 from underdraw.training.teacher import Teacher
-from underdraw.training.unroll import BlockLoss, EagleLoss, roots_of
+from underdraw.training.trainer import spend
 
 log = logging.getLogger(__name__)
 Kind = Literal["eagle", "block"]
@@ -106,7 +106,9 @@ def own_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
 class Trainer:
     """One run: the drafter, its average, two optimisers and the loop."""
 
-    def __init__(self, model: Model, options: DrafterTraining, devices: Devices, *, compiled: bool = False) -> None:
+    def __init__(
+        self, model: LoadedModel, options: DrafterTraining, devices: Devices, *, compiled: bool = False
+    ) -> None:
         self.model, self.options, self.devices = model, options, devices
         self.sizes = options.sizes(model.target.net.arch.ffn)
         target, place = model.target, model.placement
@@ -181,10 +183,10 @@ class Trainer:
             input_major(net)
         return net
 
-    def drafter(self) -> Eagle | Block:
+    def drafter(self) -> Eagle | BlockDrafter:
         net, offset = self.averaged(), self.model.target.image_offset
         if isinstance(net, BlockNet):
-            return Block(net, self.calibration, offset)
+            return BlockDrafter(net, self.calibration, offset)
         return Eagle(net, self.calibration, offset)
 
     @torch.no_grad()

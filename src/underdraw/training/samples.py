@@ -25,7 +25,7 @@ from underdraw.errors import CheckpointError, ConfigError
 from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import open_checkpoint
-from underdraw.models.family import Model, Size
+from underdraw.models.family import ImageSize, LoadedModel
 from underdraw.pipeline import family_of, placement
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Prompt
@@ -83,8 +83,8 @@ class Samples:
 
 
 def draw_samples(
-    model: Model, texts: Sequence[str], folder: str | Path, *, batch: int = 64, seed: int = 0,
-    temperatures: Sequence[float] = (), size: Size | None = None,
+    model: LoadedModel, texts: Sequence[str], folder: str | Path, *, batch: int = 64, seed: int = 0,
+    temperatures: Sequence[float] = (), size: ImageSize | None = None,
 ) -> Samples:  # fmt: skip
     """Let the target draw a picture for each text with the family's settings; shards take turns at `temperatures`."""
     size, own = size or model.sizes[0], model.settings
@@ -109,7 +109,12 @@ def draw_samples(
 
 
 def encode_samples(
-    model: Model, pictures: Sequence[tuple[str, Path]], folder: str | Path, *, batch: int = 64, size: Size | None = None
+    model: LoadedModel,
+    pictures: Sequence[tuple[str, Path]],
+    folder: str | Path,
+    *,
+    batch: int = 64,
+    size: ImageSize | None = None,
 ) -> Samples:
     """Encode captioned image files; they are cut to the family's aspect ratio and scaled."""
     import PIL.Image
@@ -145,7 +150,7 @@ def raster_of(layout: Layout, codes: Tensor) -> Tensor:
     return torch.cat([column(layout.prologue), rows.flatten(1), column(layout.epilogue)], dim=1)
 
 
-def keep_features(samples: Samples, model: Model, teacher: Teacher) -> None:
+def keep_features(samples: Samples, model: LoadedModel, teacher: Teacher) -> None:
     """Write the target's features of every sample beside it, shard by shard."""
     assert samples.folder is not None, "features are kept beside samples that are on disk"
     for start in tqdm(range(0, len(samples), samples.shard), desc="features", unit="shard", disable=None):
@@ -167,11 +172,11 @@ def kept_features(samples: Samples, shard: int, device: torch.device) -> Rows | 
     return Rows(**{name: value.to(device) for name, value in load_file(path).items()})
 
 
-def prompts_of(model: Model, texts: Sequence[str]) -> list[Prompt]:
+def prompts_of(model: LoadedModel, texts: Sequence[str]) -> list[Prompt]:
     return [model.prompt(text, None, model.sizes[0]) for text in texts]
 
 
-def shortened(model: Model, text: str) -> str:
+def shortened(model: LoadedModel, text: str) -> str:
     """A text without the last words that the model has no room for."""
     words = text.split(" ")
     while len(words) > 1:
@@ -208,10 +213,10 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
-def captions(model: Model, pack: Path, count: int, seed: int = 0) -> list[str]:
+def captions(model: LoadedModel, pack: Path, count: int, seed: int = 0) -> list[str]:
     """Captions of composed pictures, for the tiny family."""
-    from underdraw.training.compose import Composer
-    from underdraw.training.data import Pack
+    from recipes.tiny.compose import Composer
+    from recipes.tiny.data import Pack
 
     composer = Composer(Pack(pack), "train", None, model.images.downsample)
     texts = composer.captions(composer.draw(count, np.random.default_rng(seed)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from underdraw.drafters.eagle import above_tokens
 from underdraw.layout import Layout
-from underdraw.nn.session import DecoderTarget, guided
+from underdraw.nn.target import DecoderTarget, apply_guidance
 from underdraw.nn.transformer import Transformer
 from underdraw.protocols import Prompt
 
@@ -44,7 +44,7 @@ class Lesson:
 
 def combined(logits: Tensor, guidance: Tensor | float, copies: int) -> Tensor:
     """Guidance over conditional and unconditional rows: (R, ...) -> (B, ...)."""
-    return logits if copies == 1 else guided(logits, guidance)
+    return logits if copies == 1 else apply_guidance(logits, guidance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +81,15 @@ class Teacher:
         """The target's features, computed now."""
         layout, net = self.layout, self.target.net
         session = self.target.open(prompts, layout, guidance=2.0 if self.copies == 2 else 1.0)
-        first = session.first
-        steps = torch.arange(layout.start, layout.stop, device=raster.device).expand(len(first.known), -1)  # (R, S)
+        prefill = session.prefill
+        steps = torch.arange(layout.start, layout.stop, device=raster.device).expand(
+            len(prefill.host_lengths), -1
+        )  # (R, S)
         count = steps.shape[1]
         x = net.embed(raster.repeat(self.copies, 1)[:, layout.start : layout.stop])
-        counts, known = torch.full_like(first.lengths, count), [count] * len(first.known)
-        behind = session.stream.extend(x, session.raster(steps), counts, known)
-        return Rows(first.prefix, first.features, behind, first.lengths, session.offset)
+        counts, known = torch.full_like(prefill.lengths, count), [count] * len(prefill.host_lengths)
+        behind = session.cache.append(x, session.raster(steps), counts, known)
+        return Rows(prefill.prefix, prefill.features, behind, prefill.lengths, session.offset)
 
     @torch.no_grad()
     def lay_out(self, rows: Rows, raster: Tensor) -> Lesson:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from underdraw.errors import ConfigError
-from underdraw.sampling import Draws
-from underdraw.tree import DraftTree, Proposal, Verdict
-from underdraw.verifiers.trail import at, descend
-from underdraw.verifiers.walk import child_columns, first, walk
+from underdraw.sampling import NoiseWindow
+from underdraw.tree import AcceptedPath, DraftTree, Proposal
+from underdraw.verifiers.rejection_sampling import child_columns, first, walk
+from underdraw.verifiers.tree_walk import at, descend
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,18 @@ class Lantern:
         """This verifier with the neighbours of a codebook (K, D)."""
         return replace(self, neighbours=nearest(codebook, self.k))
 
-    def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
+    def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
         if self.neighbours is None:
             raise ConfigError("lantern needs the image tokenizer's codebook; bind it first: Lantern().bind(codebook).")
-        codes = len(draws.sampler.layout.codes)
+        codes = len(noise_window.sampler.layout.codes)
         if self.neighbours.shape[0] != codes:
             raise ConfigError(
                 f"lantern was bound to a codebook of {self.neighbours.shape[0]} codes and the layout has {codes}; "
                 "bind the codebook of this model's image tokenizer."
             )
-        if draws.sampler.greedy:
-            return self._greedy(tree, logits, draws)
-        return walk(tree, logits, draws, self.relax)
+        if noise_window.sampler.greedy:
+            return self._greedy(tree, logits, noise_window)
+        return walk(tree, logits, noise_window, self.relax)
 
     def relax(self, law: Tensor, x: Tensor) -> Tensor:
         """p (M, columns) with the mass of x's neighbours moved onto x (M,), as far as the bounds allow."""
@@ -78,26 +78,26 @@ class Lantern:
         moved = mass * within
         return law.scatter(1, near, mass - moved).scatter_add_(1, own, moved.sum(1, keepdim=True))
 
-    def _greedy(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
+    def _greedy(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
         """Accept the first child that is the most likely code once its neighbours' mass is its own."""
-        layout, branch = draws.sampler.layout, tree.branch
+        layout, branch = noise_window.sampler.layout, tree.branch
 
         def likeliest(law: Tensor, x: Tensor) -> Tensor:  # (B, W, columns), (B, W) -> (B, W)
             return self.relax(law.flatten(0, 1), x.flatten()).argmax(-1).view_as(x) == x
 
         def judge(nodes: Tensor | None) -> tuple[Tensor, Tensor]:
-            scaled = draws.scaled(at(logits, nodes), at(tree.depths, nodes) + 1)  # (B, W, columns)
+            scaled = noise_window.scaled(at(logits, nodes), at(tree.depths, nodes) + 1)  # (B, W, columns)
             law = scaled.double().softmax(-1)
             if nodes is not None:
                 x = at(child_columns(tree, layout), nodes)[:, 0]  # (B, branch)
                 return first((x >= 0) & likeliest(law.expand(-1, branch, -1), x.clamp(min=0)))[:, None], scaled
             up = tree.parents.clamp(min=0)  # the law is the parent's
-            x = layout.columns_of(tree.tokens).clamp(0, layout.columns - 1)
+            x = layout.vocab_indices(tree.tokens).clamp(0, layout.vocab_size - 1)
             rank = torch.where((tree.depths > 0) & likeliest(at(law, up), x), tree.ranks, branch)
             return torch.full_like(up, branch).scatter_reduce_(1, up, rank, "amin"), scaled
 
-        path, length, left = descend(tree, draws.steps.shape[1], judge)
-        return Verdict(path, length, layout.tokens(left.argmax(-1)))
+        path, length, left = descend(tree, noise_window.steps.shape[1], judge)
+        return AcceptedPath(path, length, layout.token_ids(left.argmax(-1)))
 
 
 def nearest(codebook: Tensor, k: int) -> Tensor:

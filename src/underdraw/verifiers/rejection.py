@@ -8,9 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from underdraw.errors import ConfigError
-from underdraw.sampling import Draws
-from underdraw.tree import DraftTree, Proposal, Verdict
-from underdraw.verifiers.walk import walk
+from underdraw.sampling import NoiseWindow
+from underdraw.tree import AcceptedPath, DraftTree, Proposal
+from underdraw.verifiers.rejection_sampling import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Rejection:
 
     proposals: ClassVar[tuple[Proposal, ...]] = ("sampled",)
 
-    def verify(self, tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
+    def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
         if tree.q is None:
             raise ConfigError("rejection needs a tree drawn with the 'sampled' proposal; this one carries no q.")
-        return walk(tree, logits, draws, lambda law, x: law)
+        return walk(tree, logits, noise_window, lambda law, x: law)

@@ -1,0 +1,252 @@
+"""Emoji of several styles as raw pictures: which emoji, what they are called, where each style keeps them.
+
+Labels come from Unicode's CLDR names by way of emojibase. Left out: symbols, flags, clock faces and everything that is
+mostly writing, since a small picture model cannot draw text; and Unicode's families, which are not part of the openly
+licensed art. Of the many variants of a person (man, woman, person, six skin tones) every style contributes one, picked
+by a stable hash: across the styles all of them occur, without people crowding out everything else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.tiny.data import stable_hash
+from recipes.tiny.raw import Form, RawPicture
+from recipes.tiny.sources import fetch, tar_members
+
+GROUPS = {
+    0: "smileys",
+    1: "people",
+    3: "animals-nature",
+    4: "food-drink",
+    5: "travel-places",
+    6: "activities",
+    7: "objects",
+}
+_LEFT_OUT_SUBGROUPS = {30, 31, 58}  # families, person symbols, clocks and watches
+_WRITING = re.compile(
+    r"zzz|anger symbol|hundred points|bubble|speech balloon|thought balloon|stop sign|bus stop|map\b|banknote|\bchart\b"
+    r"|calendar|newspaper|receipt|\btickets?\b|mahjong|8 ball|joker|place medal|suit$|identification|credit card"
+    r"|^label$|placard|^page |bookmark|clipboard|^memo$|card index|e-mail|envelope with arrow|phone with arrow"
+    r"|middle finger|facing right|dotted line|musical score|speaker|with slash|^x-ray$|abacus|roll of paper",
+    re.IGNORECASE,
+)
+_ONE_SIDED = re.compile(
+    r"left|right|office|store|hotel|hospital|\bbank\b|book|television|computer|keyboard|thermometer|police|taxi|fire"
+    r"|ambulance|flag|school|machine|note|disk|dvd|video|radio|scroll|battery|ruler|quarter|crescent|gibbous|globe"
+    r"|stadium|station|liberty|clapper|ledger|newspaper|cassette|memo|okay|ok\b|construction|control|canned|box|pager",
+    re.IGNORECASE,
+)
+_GENDER = re.compile(r"^(man|woman|person|men|women|people)[ :]+")
+_PLURAL_EXCEPTIONS = ("ss", "us", "is", "os")
+_NO_ARTICLE = re.compile(
+    r"^((clapping|two|folded|raising|open|crossed|pinched|heart) (hands|hearts|fingers|swords)|palms up.*"
+    r"|santa.*|mrs.*|mx.*"
+    r"|(people|men|women) .*|mount fuji|bacon|broccoli|bread|butter|(cooked|curry) rice|garlic|ice|(shaved|soft) ice.*"
+    r"|salt|sushi|spaghetti|popcorn|sake|fire|fog|oden|custard|mate|dna|yarn|thread|wood|dango|ping pong|bowling"
+    r"|badminton|tennis|soap|money with wings|ice hockey|field hockey|lacrosse|breast-feeding|canned food)$",
+    re.IGNORECASE,
+)
+_PLAIN_NAMES = {  # where people would use another word than Unicode does
+    "automobile": "car", "oncoming automobile": "oncoming car", "sport utility vehicle": "blue car",
+    "dizzy": "dizzy star",
+    "deciduous tree": "tree", "lady beetle": "ladybug", "flying saucer": "ufo", "gem stone": "diamond",
+    "wrapped gift": "gift", "doughnut": "donut", "honeybee": "bee", "locked": "padlock", "unlocked": "open padlock",
+    "locked with key": "padlock with key", "locked with pen": "padlock with pen", "high voltage": "lightning bolt",
+    "collision": "explosion", "dashing away": "puff of air", "foggy": "foggy city", "cooking": "fried egg in a pan",
+    "camping": "camping tent", "rolling on the floor laughing": "laughing face rolling on the floor",
+    "headphone": "headphones", "sauropod": "long-necked dinosaur", "T-Rex": "t-rex dinosaur", "moai": "moai statue",
+    "star-struck": "star-struck face", "ringed planet": "planet with rings", "nail polish": "hand with nail polish",
+    "luggage": "suitcase", "wedding": "wedding church", "construction": "construction barrier", "seat": "airplane seat",
+    "rosette": "rosette flower", "coral": "coral reef", "link": "chain link", "tennis": "tennis racket",
+    "metro": "metro train",
+    "horse racing": "jockey on a horse", "american football": "football", "goal net": "soccer goal",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Emoji:
+    """One emoji of the table, without its variants."""
+
+    hexcode: str
+    label: str
+    group: str
+
+    @property
+    def subject(self) -> str:
+        """What a held-out split must keep together: the emoji in all styles, all genders, all skin tones."""
+        return _GENDER.sub("", self.label).casefold() or self.label.casefold()
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An emoji as it is drawn somewhere: with the skin tone its label names, if any."""
+
+    emoji: Emoji
+    label: str
+
+
+def noun_phrase(label: str) -> str:
+    """A CLDR name with its article: 'man: dark skin tone, beard' -> 'a man with dark skin tone and a beard'."""
+    head, _, detail = label.replace("\u2019", "'").replace("\u201c", "").replace("\u201d", "").partition(": ")
+    head = _PLAIN_NAMES.get(head, head)
+    details = detail.split(", ") if detail else []
+    if "bald" in details:
+        details.remove("bald")
+        head = f"bald {head}"
+    details = ["a beard" if part == "beard" else part for part in details]
+    text = head + (" with " + " and ".join(details) if details else "")
+    noun = re.split(r" (?:with|of|in|on|over|under|holding|showing|lifting|behind) ", head)[0].split()[-1]
+    plural = noun.endswith("s") and not noun.endswith(_PLURAL_EXCEPTIONS)
+    if plural or _NO_ARTICLE.match(head):
+        return text
+    vowel = re.match(r"[aeio]|u(?!ni)|hour", head.casefold())
+    return ("an " if vowel else "a ") + text
+
+
+def _squash(name: str) -> str:
+    """Letters and digits only, so that 'man-judge', 'Man Judge' and 'man judge' are one key."""
+    ascii_name = unicodedata.normalize("NFKD", name.casefold()).encode("ascii", "ignore").decode()
+    return re.sub(r"[^a-z0-9]+", "", ascii_name)
+
+
+def _code(hexcode: str) -> str:
+    """A code point sequence without variation selectors, which file names keep or drop at will."""
+    return "-".join(part for part in re.split("[-_]", hexcode.lower()) if part != "fe0f")
+
+
+class EmojiTable:
+    """The emoji in use, found by code point sequence or by any of their names."""
+
+    def __init__(self, cache: Path) -> None:
+        files = dict(
+            tar_members(
+                fetch("emojibase", cache),
+                lambda name: (
+                    name.endswith("/en/data.json") or re.search(r"/en/shortcodes/[a-z-]+\.json$", name) is not None
+                ),
+            )
+        )
+        entries = json.loads(next(raw for name, raw in files.items() if name.endswith("/en/data.json")))
+        self.emoji: list[Emoji] = []
+        self.by_name: dict[str, Variant] = {}
+        self.by_code: dict[str, Variant] = {}
+        glyphs: dict[str, Emoji] = {}
+        for entry in entries:
+            if entry.get("group") in GROUPS and entry["subgroup"] not in _LEFT_OUT_SUBGROUPS:
+                self._add(entry, glyphs)
+        for glyph, emoji in glyphs.items():
+            name = unicodedata.name(glyph, "") if len(glyph) == 1 else ""
+            if name:
+                self.by_name.setdefault(_squash(name), Variant(emoji, emoji.label))
+        by_hexcode = {emoji.hexcode: emoji for emoji in self.emoji}
+        for name in sorted(files):
+            if "/en/shortcodes/" in name:
+                self._add_shortcodes(json.loads(files[name]), by_hexcode)
+
+    def _add(self, entry: dict[str, Any], glyphs: dict[str, Emoji]) -> None:
+        if _WRITING.search(entry["label"]):
+            return
+        emoji = Emoji(entry["hexcode"], entry["label"], GROUPS[entry["group"]])
+        self.emoji.append(emoji)
+        glyphs[entry["emoji"].replace("\ufe0f", "")] = emoji
+        one_tone = [skin for skin in entry.get("skins", []) if isinstance(skin.get("tone"), int)]
+        for form in [entry, *one_tone]:
+            variant = Variant(emoji, form["label"])
+            self.by_name.setdefault(_squash(form["label"]), variant)
+            self.by_code[_code(form["hexcode"])] = variant
+
+    def _add_shortcodes(self, shortcodes: dict[str, str | list[str]], by_hexcode: dict[str, Emoji]) -> None:
+        for hexcode, names in shortcodes.items():
+            for name in [names] if isinstance(names, str) else names:
+                if emoji := by_hexcode.get(hexcode):
+                    self.by_name.setdefault(_squash(name), Variant(emoji, emoji.label))
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """One variant with the bytes that draw it."""
+
+    variant: Variant
+    payload: bytes
+
+
+def emoji_pictures(style: str, cache: Path, table: EmojiTable) -> Iterator[RawPicture]:
+    """All pictures of one emoji style, one variant each of people, in the order of the table."""
+    drawings: dict[str, list[Drawing]] = defaultdict(list)
+    for drawing in _DRAWINGS[style](style, cache, table):
+        emoji = drawing.variant.emoji
+        # Roles that exist as man, woman and person compete for one place per style.
+        drawings[emoji.subject if emoji.group == "people" else emoji.hexcode].append(drawing)
+    forms: dict[str, Form] = {"fluent-3d": "raster", "fluent-3d-anim": "frame"}
+    form = forms.get(style, "svg")
+    for key, choices in drawings.items():
+        choices.sort(key=lambda drawing: drawing.variant.label)
+        chosen = choices[stable_hash(f"{style} {key}") % len(choices)]
+        emoji = chosen.variant.emoji
+        yield RawPicture(
+            key=f"{style}/{_code(emoji.hexcode)}",
+            kind="sprite",
+            style=style,
+            group=emoji.group,
+            phrase=noun_phrase(chosen.variant.label),
+            subject=f"emoji {emoji.subject}",
+            flippable=not _ONE_SIDED.search(emoji.label),
+            form=form,
+            payload=chosen.payload,
+            position=1 / 3,
+        )
+
+
+def _files_by_code(package: str, extension: str, cache: Path, table: EmojiTable) -> Iterator[Drawing]:
+    for name, raw in tar_members(fetch(package, cache), lambda name: name.endswith(extension)):
+        variant = table.by_code.get(_code(Path(name).name.removesuffix(extension).rstrip(".")))
+        if variant:
+            yield Drawing(variant, raw)
+
+
+def _fluent(style: str, cache: Path, table: EmojiTable) -> Iterator[Drawing]:
+    return _files_by_code(style, "webp" if style == "fluent-3d" else "svg", cache, table)
+
+
+def _fluent_animated(style: str, cache: Path, table: EmojiTable) -> Iterator[Drawing]:
+    for part in (1, 2, 3, 4):
+        for drawing in _files_by_code(f"fluent-anim-{part}", "webp", cache, table):
+            if b"ANIM" in drawing.payload[:200]:  # the rest are still copies of the 3D set
+                yield drawing
+
+
+def _iconify(style: str, cache: Path, table: EmojiTable) -> Iterator[Drawing]:
+    raw = next(raw for _, raw in tar_members(fetch(style, cache), lambda name: name.endswith("/icons.json")))
+    collection = json.loads(raw)
+    height = collection.get("height", 16)
+    width = collection.get("width", height)
+    for name, icon in sorted(collection["icons"].items()):
+        variant = table.by_name.get(_squash(name)) or table.by_name.get(_squash(re.sub(r"-\d$", "", name)))
+        if variant and not icon.get("hidden"):
+            w, h = icon.get("width", width), icon.get("height", height)
+            svg = (
+                '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+                f'width="{w}" height="{h}" viewBox="{icon.get("left", 0)} {icon.get("top", 0)} {w} {h}">'
+                f"{icon['body']}</svg>"
+            )
+            yield Drawing(variant, svg.encode())
+
+
+_DRAWINGS = {
+    "fluent-3d": _fluent,
+    "fluent-color": _fluent,
+    "fluent-flat": _fluent,
+    "fluent-3d-anim": _fluent_animated,
+    "noto": _iconify,
+    "noto-v1": _iconify,
+    "twemoji": _iconify,
+}
+EMOJI_STYLES = tuple(_DRAWINGS)

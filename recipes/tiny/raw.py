@@ -1,0 +1,67 @@
+"""A picture on its way from a package into the training pack: what it shows, and the bytes it is drawn from."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from recipes.tiny.data import Kind
+from underdraw.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+Form = Literal["svg", "raster", "frame", "crop"]
+
+
+@dataclass(frozen=True, slots=True)
+class RawPicture:
+    """`position` is a point in time for an animation (`frame`) and a place along the longer side for a `crop`."""
+
+    key: str
+    kind: Kind
+    style: str
+    group: str
+    phrase: str
+    subject: str
+    flippable: bool
+    form: Form
+    payload: bytes
+    position: float = 0.5
+
+
+def render(picture: RawPicture, px: int) -> Image.Image | None:
+    """A square picture of `px` pixels, RGBA for what stands free and RGB for photographs; None if it came out empty."""
+    from PIL import Image
+
+    if picture.form == "svg":
+        image = Image.open(io.BytesIO(_rasterise(picture.payload, px))).convert("RGBA")
+    else:
+        image = Image.open(io.BytesIO(picture.payload))
+        if picture.form == "frame":
+            image.seek(int(picture.position * getattr(image, "n_frames", 1)))
+        image = image.convert("RGB" if picture.form == "crop" else "RGBA")
+    if picture.form == "crop":
+        side = min(image.size)
+        left = int((image.width - side) * picture.position)
+        top = (image.height - side) // 2
+        return image.crop((left, top, left + side, top + side)).resize((px, px), Image.Resampling.LANCZOS)
+    if image.getchannel("A").getextrema()[1] == 0:
+        return None
+    scale = px / max(image.size)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    image = image.resize(size, Image.Resampling.LANCZOS)
+    canvas = Image.new("RGBA", (px, px), (255, 255, 255, 0))
+    canvas.paste(image, ((px - size[0]) // 2, (px - size[1]) // 2))
+    return canvas
+
+
+def _rasterise(svg: bytes, px: int) -> bytes:
+    """PNG bytes of a vector picture, at twice the size, since the rasteriser's own anti-aliasing is coarse."""
+    try:
+        import resvg_py
+    except ImportError as error:
+        raise UnsupportedError("drawing vector pictures needs resvg; run: pip install 'underdraw[data]'") from error
+    return bytes(resvg_py.svg_to_bytes(svg_string=svg.decode(), width=2 * px, skip_system_fonts=True))

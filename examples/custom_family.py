@@ -1,7 +1,7 @@
 """A model of your own in the pipeline: `python examples/custom_family.py` draws a random mosaic into mosaic.png.
 
-A family turns a checkpoint into a `LoadedModel`: a decoder, a layout, a way from words to tokens, and an image tokenizer. Put
-it under the entry point group `underdraw.family` of your package, and `--model FOLDER` finds it.
+A family turns a checkpoint into a `LoadedModel`: a decoder, a layout, a way from words to tokens, and an image
+tokenizer. Put it under the entry point group `underdraw.family` of your package, and `--model FOLDER` finds it.
 """
 
 import torch

@@ -88,7 +88,7 @@ def subjects(
     from recipes.tiny.subjects import measure
     from underdraw.bench.records import head, table
     from underdraw.bench.results import write_json
-    from underdraw.contact_sheet import contact_sheet
+    from underdraw.images import contact_sheet, pixels_to_images
 
     pictures = Pictures(pack)
     network = Network(weights(cache))
@@ -97,7 +97,7 @@ def subjects(
     def draw(texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
         drawn = draw_all(pipe, texts, seeds, batch, silent=json or quiet)
         if sheet is not None:
-            contact_sheet(drawn * 2 - 1, sheet, captions=texts)
+            contact_sheet(pixels_to_images(drawn * 2 - 1), sheet, captions=texts)
         return drawn
 
     found = measure(pipe, pictures, network, draw, count=count, candidate_count=candidates, seed=seed)

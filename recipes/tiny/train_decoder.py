@@ -31,10 +31,10 @@ from recipes.tiny.compose import Composer, Painter, Recipe, Scenes
 from recipes.tiny.data import Pack
 from recipes.tiny.multi_token_loss import Foresight, Scorer
 from recipes.tiny.text import caption_texts, learn
-from underdraw.contact_sheet import contact_sheet
 from underdraw.drafters.forced import Forced
 from underdraw.engine.decode import decode
 from underdraw.history import History
+from underdraw.images import contact_sheet, pixels_to_images
 from underdraw.layout import Layout
 from underdraw.models.tiny import tiny_arch
 from underdraw.nn.target import DecoderTarget
@@ -238,7 +238,7 @@ class Trainer:
         codes = self.layout.grid(tokens).to(self.device)
         with self.autocast():
             pixels = torch.cat([self.tokenizer.decode(part).float() for part in codes.split(16)])
-        contact_sheet(pixels, path, captions=prompts)
+        contact_sheet(pixels_to_images(pixels), path, captions=prompts)
 
 
 def about(net: Transformer, layout: Layout, text: TextTokenizer, progress: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from recipes.tiny.compose import COLOURS, Composer, Painter, Recipe, Scenes
 from recipes.tiny.data import Pack
 from recipes.tiny.lpips import LPIPS
-from underdraw.contact_sheet import contact_sheet
+from underdraw.images import contact_sheet, pixels_to_images
 from underdraw.tokenizers.fsq import TokenizerArch, VQTokenizer, load_tokenizer, save_tokenizer
 from underdraw.training.checkpoint import load_state
 from underdraw.training.command import run, trainer_parser
@@ -125,7 +125,7 @@ class Evaluator:
             if start == 0 and sheet is not None:
                 shown = [half for eight in zip(pixels.split(8), out.split(8), strict=True) for half in eight]
         if sheet is not None:
-            contact_sheet(torch.cat(shown), sheet, columns=8)
+            contact_sheet(pixels_to_images(torch.cat(shown)), sheet)
         usage = torch.bincount(torch.cat(codes), minlength=model.arch.codes).double()
         usage = usage / usage.sum()
         return Quality(

@@ -1,4 +1,4 @@
-"""Optional packages: imported when they are needed, or one sentence that says how to install them."""
+"""Optional packages: imported on first use, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from underdraw.errors import UnsupportedError
 
 
-def package(name: str, what: str, extra: str) -> Any:
-    """The module `name`, which the extra `extra` brings."""
+def require_package(name: str, extra: str, purpose: str = "this") -> Any:
+    """Import the module `name`, which `pip install underdraw[extra]` installs; `purpose` says what needs it."""
     try:
         return importlib.import_module(name)
     except ImportError:
         raise UnsupportedError(
-            f"{what} needs the package {name.partition('.')[0]}; install it with: pip install 'underdraw[{extra}]'"
+            f"{purpose} needs the package {name.partition('.')[0]}; install it with: pip install 'underdraw[{extra}]'"
         ) from None

@@ -1,14 +1,12 @@
-"""Pictures about pictures: heat maps of what happened at every cell, two pictures side by side, and PNG files.
-
-Pillow and numpy only. Heat maps read a History and nothing else; nothing here decodes or knows a model.
-"""
+"""PNG files, heat maps of a decode, side-by-side comparisons and contact sheets. Pillow and numpy, no model code."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,141 +17,190 @@ from underdraw.errors import ConfigError
 from underdraw.history import History
 from underdraw.io import atomic_write
 
-PANEL = 288  # pixels along the longer side of a picture on a sheet
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PANEL = 288  # pixels of the longer side of an image on a sheet
 MARGIN = 16
-LINE = 18  # pixels a line of text
+LINE = 18  # height of a text line in pixels
 TITLE_SIZE, TEXT_SIZE = 16, 13
-INK, PAPER, NOTHING = (30, 30, 30), (255, 255, 255), (150, 150, 150)
-# Dark blue, teal, green, yellow: grows evenly in lightness, so it reads in print and for the colour-blind.
-STOPS = np.array([(48, 18, 90), (52, 96, 141), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=np.float64)
+INK, PAPER, NO_VALUE = (30, 30, 30), (255, 255, 255), (150, 150, 150)
+HEATMAP_OPACITY = 0.72  # of a heat map over the grey image
+# Dark blue, teal, green, yellow: lightness grows evenly, so it reads in greyscale print and with colour blindness.
+COLORMAP = np.array([(48, 18, 90), (52, 96, 141), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=np.float64)
+CAPTION_LINE, CAPTION_CHAR = 11, 6  # pixels of a line and of a character of Pillow's default font
+SHEET_GAP = 4  # pixels between the images of a contact sheet
+JPEG_QUALITY = 80
 
 
 @dataclass(frozen=True, slots=True)
-class HeatmapColumn:
-    """One column of a history as a picture, and how to read it."""
+class HeatmapPanel:
+    """How one field of a `History` is drawn as a heat map."""
 
-    column: str
+    field: str
     title: str
-    meaning: tuple[str, ...]  # short lines under the scale
-    low: float | None = None  # ends of the scale; None: taken from the values
+    legend: tuple[str, ...]  # short lines below the colour bar
+    low: float | None = None  # ends of the colour bar; None: the smallest and largest value
     high: float | None = None
     digits: int = 0
 
 
-MAPS = (
-    HeatmapColumn(
-        "accepted", "drafted codes kept", low=0,
-        meaning=("how many guesses in a row the", "model kept in this cell's pass;", "bright is fast"),
+HEATMAP_PANELS = (
+    HeatmapPanel(
+        "accepted",
+        "accepted tokens",
+        ("drafted tokens accepted in the", "pass that produced this cell;", "bright is fast"),
+        low=0,
     ),
-    HeatmapColumn("depth", "depth of the tree", ("how many codes ahead was", "guessed in this cell's pass"), low=0),
-    HeatmapColumn("entropy", "entropy (nats)", ("how unsure the model was here;", "dark is sure"), low=0, digits=1),
-    HeatmapColumn(
-        "top1", "top-1 probability", low=0, high=1, digits=1,
-        meaning=("chance of the model's favourite", "code here; bright is sure"),
+    HeatmapPanel("depth", "tree depth", ("how many tokens ahead the tree", "of this cell's pass drafted"), low=0),
+    HeatmapPanel("entropy", "entropy (nats)", ("uncertainty of the model here;", "dark is certain"), low=0, digits=1),
+    HeatmapPanel(
+        "top1",
+        "top-1 probability",
+        ("probability of the model's most", "likely token; bright is certain"),
+        low=0,
+        high=1,
+        digits=1,
     ),
-)  # fmt: skip
+)
 
 
-def colours(values: NDArray[Any]) -> NDArray[np.uint8]:
-    """RGB of values in [0, 1]: (...) -> (..., 3)."""
-    place = np.linspace(0, 1, len(STOPS))
-    channels = [np.interp(values, place, STOPS[:, channel]) for channel in range(3)]
+def apply_colormap(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """RGB colours of values in [0, 1]: (...) -> (..., 3)."""
+    stops = np.linspace(0, 1, len(COLORMAP))
+    channels = [np.interp(values, stops, COLORMAP[:, channel]) for channel in range(3)]
     return np.stack(channels, axis=-1).round().astype(np.uint8)
 
 
-def heatmap(history: History, picture: Image.Image | None = None, maps: Sequence[HeatmapColumn] = MAPS) -> Image.Image:
-    """A sheet with the picture and one map after the other, each with its scale.
+def pixels_to_images(pixels: Tensor) -> list[Image.Image]:
+    """PIL images of pixels (N, 3, H, W) in [-1, 1]."""
+    arrays = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().byte().movedim(1, -1).cpu().numpy()
+    return [Image.fromarray(array) for array in arrays]
 
-    Maps whose values the history does not hold are left out: entropy and top-1 probability are kept on demand.
+
+def save_png(image: Image.Image, path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a PNG atomically, with `metadata` as text chunks."""
+    chunks = PngInfo()
+    for key, value in (metadata or {}).items():
+        chunks.add_text(key, value)
+    with atomic_write(path) as file:
+        image.save(file, format="PNG", pnginfo=chunks)
+
+
+def heatmap(
+    history: History, image: Image.Image | None = None, panels: Sequence[HeatmapPanel] = HEATMAP_PANELS
+) -> Image.Image:
+    """A sheet with the image and one heat map per panel, drawn over the image if there is one.
+
+    Panels without any value are left out: entropy and top-1 probability are recorded only on request.
     """
-    shown = [one for one in maps if _known(history, one).any()]
+    shown = [panel for panel in panels if _has_value(history, panel).any()]
     if not shown:
         raise ConfigError("this history holds nothing to show yet; decode at least one pass first.")
-    panels = [] if picture is None else [_titled(_fit(picture), "the picture", ())]
-    panels += [_panel(history, one, picture) for one in shown]
-    drawn = int((history.pass_index >= 0).sum())
-    head = f"{drawn} codes in {history.passes} passes of the model: {history.tokens_per_pass:.2f} codes a pass"
-    head += " (a grey cell came with the prompt's own pass)"
-    return _sheet(panels, head)
+    drawn = [] if image is None else [_with_title(_fit(image), "image")]
+    drawn += [_draw_panel(history, panel, image) for panel in shown]
+    tokens = int((history.pass_index >= 0).sum())
+    heading = f"{tokens} tokens in {history.passes} target passes: {history.tokens_per_pass:.2f} tokens per pass"
+    return _sheet(drawn, heading + " (grey: sampled from the prefill)")
 
 
-def side_by_side(pictures: Sequence[tuple[Image.Image, str]], head: str) -> Image.Image:
-    """Pictures with a line under each, and a line over all of them."""
-    return _sheet([_titled(_fit(picture), text, ()) for picture, text in pictures], head)
+def side_by_side(titled_images: Sequence[tuple[Image.Image, str]], heading: str) -> Image.Image:
+    """Images in a row, each below its title."""
+    return _sheet([_with_title(_fit(image), title) for image, title in titled_images], heading)
 
 
-def save_png(picture: Image.Image, path: Path, texts: Mapping[str, str] | None = None) -> None:
-    """Write a PNG with text chunks. The file appears whole or not at all."""
-    about = PngInfo()
-    for key, value in (texts or {}).items():
-        about.add_text(key, value)
-    with atomic_write(path) as file:
-        picture.save(file, format="PNG", pnginfo=about)
+def contact_sheet(
+    images: Sequence[Image.Image],
+    path: str | Path,
+    *,
+    captions: Sequence[str] = (),
+    per_row: int = 8,
+    caption_lines: int = 4,
+    width: int | None = None,
+) -> Path:
+    """Write a PNG or JPEG file with all images, row by row, each scaled to `width` and above its caption."""
+    if width is not None:
+        images = [image.resize((width, round(image.height * width / image.width))) for image in images]
+    width, height = images[0].size
+    step_x = width + SHEET_GAP
+    step_y = height + SHEET_GAP + (caption_lines * CAPTION_LINE + SHEET_GAP if captions else 0)
+    sheet = Image.new("RGB", (per_row * step_x, -(-len(images) // per_row) * step_y), PAPER)
+    pen = ImageDraw.Draw(sheet)
+    for index, image in enumerate(images):
+        row, col = divmod(index, per_row)
+        sheet.paste(image, (col * step_x, row * step_y))
+        caption = captions[index] if index < len(captions) else ""
+        for line, words in enumerate(textwrap.wrap(caption, max(1, width // CAPTION_CHAR))[:caption_lines]):
+            pen.text((col * step_x, row * step_y + height + line * CAPTION_LINE), words, fill="black")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path, quality=JPEG_QUALITY)
+    return path
 
 
-def _known(history: History, one: HeatmapColumn) -> NDArray[np.bool_]:
-    """Cells (height, width) that have a value: those a tree has drawn, or those whose law was kept."""
-    values = history.grid(one.column)
+def _has_value(history: History, panel: HeatmapPanel) -> NDArray[np.bool_]:
+    """(height, width): cells that were drafted, or whose token statistics were recorded."""
+    values = history.grid(panel.field)
     return np.isfinite(values) if values.dtype.kind == "f" else history.grid("pass_index") >= 0
 
 
-def _panel(history: History, one: HeatmapColumn, picture: Image.Image | None) -> Image.Image:
-    values, known = history.grid(one.column).astype(np.float64), _known(history, one)
-    low = float(values[known].min()) if one.low is None else one.low
-    high = float(values[known].max()) if one.high is None else one.high
+def _draw_panel(history: History, panel: HeatmapPanel, image: Image.Image | None) -> Image.Image:
+    values, has_value = history.grid(panel.field).astype(np.float64), _has_value(history, panel)
+    low = float(values[has_value].min()) if panel.low is None else panel.low
+    high = float(values[has_value].max()) if panel.high is None else panel.high
     high = high if high > low else low + 1
-    share = np.where(known, (values - low) / (high - low), 0.0).clip(0, 1)
-    cells = np.where(known[..., None], colours(share), np.array(NOTHING, dtype=np.uint8))
-    size = _size(picture.size if picture is not None else (values.shape[1], values.shape[0]))
+    scaled = np.where(has_value, (values - low) / (high - low), 0.0).clip(0, 1)
+    cells = np.where(has_value[..., None], apply_colormap(scaled), np.array(NO_VALUE, dtype=np.uint8))
+    size = _panel_size(image.size if image is not None else (values.shape[1], values.shape[0]))
     painted = Image.fromarray(cells.astype(np.uint8)).resize(size, Image.Resampling.NEAREST)
-    if picture is not None:
-        grey = _fit(picture).convert("L").convert("RGB")
-        painted = Image.blend(grey, painted, 0.72)
-    return _titled(painted, one.title, one.meaning, (f"{low:.{one.digits}f}", f"{high:.{one.digits}f}"))
+    if image is not None:
+        painted = Image.blend(_fit(image).convert("L").convert("RGB"), painted, HEATMAP_OPACITY)
+    ends = (f"{low:.{panel.digits}f}", f"{high:.{panel.digits}f}")
+    return _with_title(painted, panel.title, panel.legend, ends)
 
 
-def _size(size: tuple[int, int]) -> tuple[int, int]:
-    """A picture's size on a sheet: the longer side is a panel's."""
+def _panel_size(size: tuple[int, int]) -> tuple[int, int]:
+    """Width and height scaled so that the longer side is `PANEL`."""
     scale = PANEL / max(size)
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
-def _fit(picture: Image.Image) -> Image.Image:
-    return picture.convert("RGB").resize(_size(picture.size), Image.Resampling.BICUBIC)
+def _fit(image: Image.Image) -> Image.Image:
+    return image.convert("RGB").resize(_panel_size(image.size), Image.Resampling.BICUBIC)
 
 
-def _titled(
-    picture: Image.Image, title: str, meaning: Sequence[str], scale: tuple[str, str] | None = None
+def _with_title(
+    image: Image.Image, title: str, legend: Sequence[str] = (), scale_ends: tuple[str, str] | None = None
 ) -> Image.Image:
-    """A picture with its title above it and, with a scale, a colour bar with its ends and its meaning below."""
-    top, below = LINE + 8, (0 if scale is None else LINE + 12) + LINE * len(meaning)
-    panel = Image.new("RGB", (PANEL, top + picture.height + below), PAPER)
+    """The image below its title; below it a colour bar between the texts `scale_ends`, then the legend's lines."""
+    top, below = LINE + 8, (0 if scale_ends is None else LINE + 12) + LINE * len(legend)
+    panel = Image.new("RGB", (PANEL, top + image.height + below), PAPER)
     pen = ImageDraw.Draw(panel)
     pen.text((0, 0), title, INK, font=_font(TITLE_SIZE))
-    panel.paste(picture, (0, top))
-    y = top + picture.height + 8
-    if scale is not None:
-        low, high = scale
+    panel.paste(image, (0, top))
+    y = top + image.height + 8
+    if scale_ends is not None:
+        low, high = scale_ends
         font = _font(TEXT_SIZE)
         left = round(font.getlength(low)) + 8
         right = PANEL - round(font.getlength(high)) - 8
-        bar = colours(np.linspace(0, 1, right - left))[None].repeat(12, axis=0)
+        bar = apply_colormap(np.linspace(0, 1, right - left))[None].repeat(12, axis=0)
         panel.paste(Image.fromarray(bar), (left, y + 1))
         pen.text((0, y), low, INK, font=font)
         pen.text((right + 8, y), high, INK, font=font)
         y += LINE + 4
-    for line in meaning:
+    for line in legend:
         pen.text((0, y), line, INK, font=_font(TEXT_SIZE))
         y += LINE
     return panel
 
 
-def _sheet(panels: Sequence[Image.Image], head: str) -> Image.Image:
-    """Panels in a row under a heading."""
+def _sheet(panels: Sequence[Image.Image], heading: str) -> Image.Image:
+    """Panels in a row below a heading."""
     top = MARGIN + LINE + 12
     width = MARGIN + len(panels) * (PANEL + MARGIN)
     sheet = Image.new("RGB", (width, top + max(panel.height for panel in panels) + MARGIN), PAPER)
-    ImageDraw.Draw(sheet).text((MARGIN, MARGIN), head, INK, font=_font(TITLE_SIZE))
+    ImageDraw.Draw(sheet).text((MARGIN, MARGIN), heading, INK, font=_font(TITLE_SIZE))
     for index, panel in enumerate(panels):
         sheet.paste(panel, (MARGIN + index * (PANEL + MARGIN), top))
     return sheet

@@ -173,14 +173,15 @@ class Pipeline:
         width: int | None = None, guidance_scale: float | None = None, temperature: float | None = None,
         top_k: int | None = None, top_p: float | None = None, num_images_per_prompt: int = 1,
         seed: Seed = None, generator: Generator = None,
-        output_type: OutputType = "pil", callback_on_step_end: Callback | None = None, token_stats: TokenStatsMode = "skip",
+        output_type: OutputType = "pil", callback_on_step_end: Callback | None = None,
+        token_stats: TokenStatsMode = "skip",
     ) -> PipelineOutput:  # fmt: skip
         """Draw pictures.
 
         Image i of a call has seed + i, unless `seed` or `generator` is a list with one entry per image. A generator
         stands for the seed it was made with. `callback_on_step_end(pipe, index, cell, {"step": ..., "history": ...})`
-        is called for every image of every target pass; `pipe.interrupt()` inside it ends the call. `token_stats="keep"` records
-        the entropy and top-1 chance of every cell for heat maps.
+        is called for every image of every target pass; `pipe.interrupt()` inside it ends the call. `token_stats="keep"`
+        records the entropy and top-1 chance of every cell for heat maps.
         """
         if output_type not in ("pil", "np", "pt", "codes"):
             raise ConfigError(f"output_type {output_type!r} is not known; use pil, np, pt or codes.")

@@ -29,8 +29,8 @@ class TreePlan:
     `width` nodes of each level are expanded, each into `branch` children; where that makes fewer than `nodes`, `nodes`
     becomes what it makes. With a `shape` (the parent of every node,
     -1 for the root, siblings in order of rank) the tree is exactly that one, whatever the drafter thinks. With a
-    `min_probability`, nodes whose chance of being accepted is smaller are left out, and growth ends when none is left; finding
-    that out waits for the device at every level, so it is for CPUs.
+    `min_probability`, nodes whose chance of being accepted is smaller are left out, and growth ends when none is left;
+    finding that out waits for the device at every level, so it is for CPUs.
     """
 
     depth: int
@@ -73,7 +73,7 @@ class TreePlan:
 
     @property
     def levels(self) -> int:
-        """How many levels the drafter is asked for; with a min_probability there is one more, in which nothing was left."""
+        """How many levels the drafter is asked for; with a min_probability one more, in which nothing was left."""
         return self.depth + bool(self.min_probability)
 
     @property

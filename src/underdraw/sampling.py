@@ -4,8 +4,8 @@ A token is drawn as `argmax(filtered logits / temperature + g)`, where g is Gumb
 code) by a counter-based hash. Nothing is stored and nothing advances, so any node of any tree, in any batch row, on
 any device, sees the noise that plain autoregression would see at that step. At temperature 0 there is no noise.
 
-`Sampler` holds the settings of one decode; `NoiseWindow` is its share for one target pass: the noise of the next few steps,
-which drafting and verification read together.
+`Sampler` holds the settings of one decode; `NoiseWindow` is its share for one target pass: the noise of the next few
+steps, which drafting and verification read together.
 """
 
 from __future__ import annotations

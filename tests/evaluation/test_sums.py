@@ -117,8 +117,10 @@ def test_nothing_measured_is_one_sentence(tmp_path: Path) -> None:
 def test_maps_by_hand(tmp_path: Path) -> None:
     """Two passes: the first drew three cells and kept two guesses, the second one cell and none."""
     cells = {
-        "pass_index": pack_grid(np.array([[-2, 0], [0, 0], [1, -2]])), "accepted": pack_grid(np.array([[0, 2], [2, 2], [0, 0]])),
-        "rank": pack_grid(np.array([[-1, 0], [3, -1], [-1, -1]])), "depth": pack_grid(np.array([[0, 4], [4, 4], [3, 0]])),
+        "pass_index": pack_grid(np.array([[-2, 0], [0, 0], [1, -2]])),
+        "accepted": pack_grid(np.array([[0, 2], [2, 2], [0, 0]])),
+        "rank": pack_grid(np.array([[-1, 0], [3, -1], [-1, -1]])),
+        "depth": pack_grid(np.array([[0, 4], [4, 4], [3, 0]])),
         "width": pack_grid(np.array([[0, 1], [1, 1], [2, 0]])), "codes": pack_grid(np.zeros((3, 2))),
     }  # fmt: skip
     (found,) = maps(store(tmp_path, [row("tree", 0)], cells))

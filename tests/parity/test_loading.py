@@ -18,8 +18,8 @@ from along import Case
 from safetensors.torch import load_file, save_file
 
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
+from underdraw.extras import require_package
 from underdraw.models import chameleon, emu3, janus
-from underdraw.models import transformers_layout as hf
 from underdraw.models.checkpoint import Checkpoint, Hub, on_hub, open_checkpoint
 from underdraw.models.family import ImageSize
 from underdraw.models.loading import load_model
@@ -144,7 +144,7 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch, fo
     ):
         along.load(folder)
     with pytest.raises(UnsupportedError, match="needs the package no_such_package"):
-        hf.package("no_such_package", "a test")
+        require_package("no_such_package", "families", "a test")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from underdraw.drafters.forced import Forced
 from underdraw.engine.decode import decode
 from underdraw.errors import ConfigError
 from underdraw.history import History
-from underdraw.images import MARGIN, PANEL, colours, heatmap
+from underdraw.images import MARGIN, PANEL, apply_colormap, heatmap
 from underdraw.policies.fixed import NoTree
 from underdraw.registry import policies
 from underdraw.sampling import Sampler
@@ -96,7 +96,8 @@ def test_colours_say_what_the_history_says(pipe: Pipeline) -> None:
                 if (row, col) == (0, 0) and panel < 2:
                     assert (shown == 150).all()  # came with the prompt
                 else:
-                    assert np.abs(shown.astype(int) - colours(values[row, col] / top)).max() <= 1, (name, row, col)
+                    expected = apply_colormap(values[row, col] / top)
+                    assert np.abs(shown.astype(int) - expected).max() <= 1, (name, row, col)
 
 
 def test_panels_for_what_is_known(pipe: Pipeline) -> None:

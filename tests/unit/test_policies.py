@@ -285,7 +285,7 @@ def test_imports_without_torch(module: str) -> None:
 
 
 def test_cost_asks_of_a_node_what_it_costs_next_door() -> None:
-    """The min_probability is the price of a node over the price of a token nearby: left, and above the cells to come."""
+    """The min_probability is the cost of a node over the cost of a token nearby: left, and above the next cells."""
     policy = Cost(plain=20, base=20, node=1, level=0.5, reach=2, retry=4)
     history = History(Layout(3, 8, range(4, 12)))
     assert policy.plan(history, 0).min_probability == pytest.approx(1 / 10)  # nothing is known: half a plain pass

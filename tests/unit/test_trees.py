@@ -384,7 +384,7 @@ def test_trees_never_reach_past_the_last_token(layout: Layout, policy: str, prop
 
 @pytest.mark.parametrize("min_probability", [0.01, 0.1, 0.4])
 def test_a_floor_leaves_out_what_is_unlikely_and_nothing_else(min_probability: float) -> None:
-    """A tree with a min_probability is the tree without one, less the nodes below the min_probability and their descendants."""
+    """A tree with a min_probability is the tree without one, less the nodes below it and their descendants."""
     sampler, calibration = Sampler(PLAIN, [11]), Calibration(1.5, (0.0, -0.2), 0.1)
     noise_window = sampler.noise_window(torch.tensor([2]), 4)
 

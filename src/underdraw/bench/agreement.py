@@ -68,9 +68,15 @@ class Following(CapturableDraft):
 
 @torch.inference_mode()
 def agreement(
-    target: DecoderTarget, layout: Layout, prompts: Sequence[Prompt], guidance: float, make: Callable[[int], GraphCache],
-    *, temperature: float = 1.0, top_k: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+    target: DecoderTarget,
+    layout: Layout,
+    prompts: Sequence[Prompt],
+    guidance: float,
+    make: Callable[[int], GraphCache],
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+) -> dict[str, Any]:
     """One picture for each prompt: shares of choices and of pictures that are equal, by the least nodes of a pass.
 
     `make` gives captured passes of at least so many nodes. With 1, plain passes have one node; with as many as the

@@ -115,9 +115,14 @@ class EngineBench:
         return self.settings.placement.device
 
     def draw(
-        self, drafter: Drafter, policy: TreePolicy, *, graphs: GraphCache | None = None, verifier: Verifier | None = None,
+        self,
+        drafter: Drafter,
+        policy: TreePolicy,
+        *,
+        graphs: GraphCache | None = None,
+        verifier: Verifier | None = None,
         passes: int | None = None,
-    ) -> list[StepResult]:  # fmt: skip
+    ) -> list[StepResult]:
         """The passes of a picture, or the first few after a long prompt; steps of the first image alone."""
         given, own = self.settings, self.shape
         sampler = Sampler(

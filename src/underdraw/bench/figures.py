@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from underdraw.bench.methods import PLAIN
-from underdraw.extras import package
+from underdraw.extras import require_package
 from underdraw.io import atomic_write
 
 SHOWN = 6  # methods on one sheet of maps
@@ -45,7 +45,7 @@ class Run:
 
 def draw_all(run: Run, folder: Path) -> list[Path]:
     """Write every figure that the run holds something for; returns the PNG files."""
-    pyplot = package("matplotlib.pyplot", "drawing figures", "bench")
+    pyplot = require_package("matplotlib.pyplot", "bench", "drawing figures")
     pyplot.switch_backend("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     made = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from underdraw.extras import package
+from underdraw.extras import require_package
 
 Record = dict[str, Any]
 
@@ -80,7 +80,7 @@ def agreement(record: Record) -> str:
 
 def figure(records: Sequence[Record], path: Path) -> None:
     """Time of a pass against its nodes, and the floors, as a picture."""
-    pyplot = package("matplotlib.pyplot", "figures", "bench")
+    pyplot = require_package("matplotlib.pyplot", "bench", "figures")
     sheet, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
     for index, record in enumerate(one for one in records if one.get("verify_ms")):
         sizes, spent = [int(size) for size in record["verify_ms"]], list(record["verify_ms"].values())

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from underdraw.extras import require_package
 from underdraw.models.family import Placement
 from underdraw.models.random_weights import ModelShape
-from underdraw.models.transformers_layout import package
 
 CONTEXT, WARM, TIMED = 600, 5, 20
 
@@ -20,7 +20,7 @@ def transformers_ms(name: str, shape: ModelShape, placement: Placement, batch: i
 
     transformers has no LlamaGen; a Llama of the same size stands in, as it does for the decoder of Janus.
     """
-    library = package("transformers", "the comparison with transformers")
+    library = require_package("transformers", "families", "the comparison with transformers")
     arch = shape.arch
     sizes = {
         "hidden_size": arch.dim, "intermediate_size": arch.ffn, "num_hidden_layers": arch.layers,

@@ -129,14 +129,13 @@ def _draw(run: Run, items: list[Item], advance: Callback) -> None:
 
 def _sheet(manifest: Manifest, rows: list[dict[str, Any]], path: Path) -> None:
     """Small copies of the pictures of a folder, with their prompts."""
-    import torch
+    from PIL import Image
 
-    from underdraw.contact_sheet import contact_sheet
+    from underdraw.images import contact_sheet
     from underdraw.metrics.exact_match import pixels
 
-    pictures = [torch.from_numpy(pixels(manifest.folder / row["file"]).copy()).permute(2, 0, 1) for row in rows]
-    prompts = [row["prompt"] for row in rows]
-    contact_sheet(torch.stack(pictures) / 127.5 - 1, path, captions=prompts, caption_lines=5, width=SHEET_WIDTH)
+    images = [Image.fromarray(pixels(manifest.folder / row["file"])) for row in rows]
+    contact_sheet(images, path, captions=[row["prompt"] for row in rows], caption_lines=5, width=SHEET_WIDTH)
 
 
 def _totals(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from underdraw.drafters.forced import Forced
 from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.decode import decode
 from underdraw.history import History
-from underdraw.io import cache
+from underdraw.io import cache_dir
 from underdraw.nn.layer_functions import PLAIN
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
@@ -152,7 +152,7 @@ def remember(key: Sequence[object], costs: PassCosts, folder: Path | None = None
 
 
 def _file(folder: Path | None) -> Path:
-    return (folder or cache()) / "costs.json"
+    return (folder or cache_dir()) / "costs.json"
 
 
 def _name(key: Sequence[object]) -> str:

@@ -136,9 +136,15 @@ class GraphCache:
     """
 
     def __init__(
-        self, *, record: CaptureFn = CudaGraphPass, regions: LayerFunctions = PLAIN, kernel: Kernel = "auto", smallest: int = 1,
-        quantum: int | None = None, tell: Callable[[str], None] = log.info,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        record: CaptureFn = CudaGraphPass,
+        regions: LayerFunctions = PLAIN,
+        kernel: Kernel = "auto",
+        smallest: int = 1,
+        quantum: int | None = None,
+        tell: Callable[[str], None] = log.info,
+    ) -> None:
         self.record, self.regions, self.kernel, self.smallest = record, regions, kernel, smallest
         self.quantum, self.tell = quantum, tell
         self.most = KEPT

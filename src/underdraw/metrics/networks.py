@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from underdraw.errors import CheckpointError
-from underdraw.extras import package
+from underdraw.extras import require_package
 from underdraw.metrics.exact_match import pixels
 
 BATCH = 16
@@ -68,7 +68,7 @@ def damaged(path: Path, error: Exception) -> CheckpointError:
 
 def inception(path: Path) -> Pictures:
     """InceptionV3 as torch-fidelity ports it from the original FID."""
-    module = package("torch_fidelity.feature_extractor_inceptionv3", "an Inception metric", "evaluate")
+    module = require_package("torch_fidelity.feature_extractor_inceptionv3", "evaluate", "an Inception metric")
     try:
         net = module.FeatureExtractorInceptionV3(
             "inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=str(path)
@@ -81,7 +81,7 @@ def inception(path: Path) -> Pictures:
 
 def clip(folder: Path) -> Pair:
     """CLIP as transformers loads it from a folder."""
-    transformers = package("transformers", "a CLIP metric", "evaluate")
+    transformers = require_package("transformers", "evaluate", "a CLIP metric")
     transformers.utils.logging.disable_progress_bar()  # the command has a bar of its own
     try:
         model = transformers.CLIPModel.from_pretrained(folder, local_files_only=True).eval()
@@ -107,7 +107,7 @@ def clip(folder: Path) -> Pair:
 
 def hps(path: Path) -> Pair:
     """HPSv2: a CLIP ViT-H-14 of open_clip with weights of its own."""
-    open_clip = package("open_clip", "hps", "evaluate")
+    open_clip = require_package("open_clip", "evaluate", "hps")
     model, _, prepare = open_clip.create_model_and_transforms("ViT-H-14")
     state = load_state(path)
     try:

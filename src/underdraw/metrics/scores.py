@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from underdraw.errors import ConfigError
-from underdraw.extras import package
+from underdraw.extras import require_package
 
 NEAREST = 3  # neighbours whose distance is a point's reach, for precision and recall
 
@@ -32,7 +32,7 @@ def fid(real: Tensor, drawn: Tensor) -> float:
     for name, features in (("reference", real), ("drawn", drawn)):
         if len(features) < 2:
             raise ConfigError(f"fid needs at least 2 {name} pictures, not {len(features)}.")
-    metrics = package("torchmetrics.image.fid", "fid", "evaluate")
+    metrics = require_package("torchmetrics.image.fid", "evaluate", "fid")
     metric = metrics.FrechetInceptionDistance(feature=_AsTheyAre(real.shape[1])).set_dtype(torch.float64)
     metric.update(real.double(), real=True)
     metric.update(drawn.double(), real=False)
@@ -42,7 +42,7 @@ def fid(real: Tensor, drawn: Tensor) -> float:
 def inception_score(logits: Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float]:
     """Mean and spread over splits of exp(mean KL(p(y|x) || p(y))): logits (N, classes)."""
     splits = min(splits, len(logits))
-    metrics = package("torchmetrics.image.inception", "is", "evaluate")
+    metrics = require_package("torchmetrics.image.inception", "evaluate", "is")
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # that features are kept is known: they were given
         torch.manual_seed(seed)  # the metric shuffles

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from underdraw.errors import CheckpointError
+from underdraw.extras import require_package
 from underdraw.models.checkpoint import Checkpoint, first_line
 from underdraw.models.family import Placement
-from underdraw.models.transformers_layout import package
 
 PUBLISHED = "google/flan-t5-xl"
 _FOLDERS = ("flan-t5-xl", "t5/flan-t5-xl", "t5-ckpt/flan-t5-xl", "pretrained_models/t5-ckpt/flan-t5-xl")
@@ -103,7 +103,7 @@ def _apply(steps: Steps, text: str) -> str:
 
 def clean(text: str) -> str:
     """A caption as the model has learned them."""
-    ftfy = package("ftfy", "cleaning prompts for LlamaGen")
+    ftfy = require_package("ftfy", "families", "cleaning prompts for LlamaGen")
     for _ in range(2):
         text = unquote_plus(str(text)).strip().lower().replace("<person>", "person")
         text = _apply(_MARKS, _plain(_apply(_LINKS, text)))
@@ -132,7 +132,7 @@ class TextFeatures:
     def _loaded(self) -> tuple[Any, Any]:
         """Tokenizer and encoder, loaded once."""
         if self._parts is None:
-            transformers = package("transformers", "text for LlamaGen")
+            transformers = require_package("transformers", "families", "text for LlamaGen")
             path = self.checkpoint.fetched(_FOLDERS, PUBLISHED)
             try:
                 model = transformers.T5EncoderModel.from_pretrained(path, dtype=self.placement.dtype)

@@ -1,30 +1,20 @@
-"""What checkpoints in the layout of transformers share: configurations, text tokenizers, optional packages."""
+"""What checkpoints in the layout of transformers share: configurations, text tokenizers."""
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from underdraw.errors import CheckpointError, UnsupportedError
+from underdraw.extras import require_package
 from underdraw.models.checkpoint import first_line
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch
 
 Encode = Callable[[str], list[int]]
 ROTARY = r".*rotary_emb\.inv_freq$"  # a table that some versions saved and everybody computes
-
-
-def package(name: str, what: str) -> Any:
-    """An optional package, or an error that says how to install it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise UnsupportedError(
-            f"{what} needs the package {name}; install it with: pip install 'underdraw[families]'"
-        ) from None
 
 
 def decoder_arch(config: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> Arch:
@@ -64,7 +54,7 @@ def text_encoder(path: Path) -> Encode:
 
 
 def _tokenizer(path: Path) -> Any:
-    tokenizers = package("tokenizers", f"the text tokenizer {path.name}")
+    tokenizers = require_package("tokenizers", "families", f"the text tokenizer {path.name}")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for every damage

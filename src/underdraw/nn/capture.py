@@ -35,7 +35,7 @@ class Capturable(ABC):
 
     @abstractmethod
     def prepare(self, config: PassConfig) -> Hashable | None:
-        """Settle the sizes of the next pass; what they depend on besides the config, None if it must not be captured."""
+        """Settle the sizes of the next pass; what they depend on besides it, None if it must not be captured."""
 
     @abstractmethod
     def sync(self, counts: tuple[int, ...]) -> None:

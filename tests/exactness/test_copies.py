@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.drafters.neighbour import Neighbour
 from underdraw.drafters.small_model import SmallModel
+from underdraw.nn.row_invariant import padded_rows
 from underdraw.registry import policies, verifiers
 from underdraw.verifiers.lantern import Lantern
 from underdraw.verifiers.tree_walk import TreeWalk
@@ -76,6 +77,12 @@ CASES = [
     ("eagle", "confidence", "lantern", "skip"),
     ("eagle", "confidence", "exact", "keep"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _row_invariance_is_measured() -> None:
+    """Measured once per process, and it compares on the host: not part of a pass."""
+    padded_rows(1, torch.float32)
 
 
 @pytest.mark.parametrize(("name", "policy", "verifier", "token_stats"), CASES, ids=lambda part: str(part))

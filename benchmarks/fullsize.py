@@ -32,7 +32,7 @@ from torch import Tensor
 
 from underdraw.models import chameleon, emu3, janus, llamagen
 from underdraw.models.vqgan_checkpoint import CHAMELEON, JANUS, LLAMAGEN, Naming
-from underdraw.models.weight_map import HF_DECODER, WeightSlot, decoder_slots, module_slots
+from underdraw.models.weight_map import HF_DECODER, WeightDestination, decoder_destinations, module_destinations
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.tokenizers.movq import VideoVQ
@@ -95,7 +95,7 @@ TINY = {
 }
 
 
-def shapes_of(slots: Mapping[str, WeightSlot]) -> Shapes:
+def shapes_of(slots: Mapping[str, WeightDestination]) -> Shapes:
     return {name: tuple(slot.into.shape) for name, slot in slots.items() if slot.into.ndim}
 
 
@@ -104,7 +104,7 @@ def vqgan(sizes: Sizes, naming: Naming, code_dim: int, prefix: str = "") -> Shap
     with torch.device("meta"):
         model = VQGAN(arch)
     levels = 0 if naming is CHAMELEON else len(sizes.images)
-    return shapes_of(module_slots(model, prefix, lambda name: naming.published(name, levels)))
+    return shapes_of(module_destinations(model, prefix, lambda name: naming.published(name, levels)))
 
 
 def tensors(
@@ -165,7 +165,7 @@ def write_text(path: Path, first: int) -> None:
 
 def write_chameleon(folder: Path, sizes: Sizes, extra: dict[str, Any], rows: str) -> None:
     net = sizes.net(qk_norm="layer", qk_norm_heads=rows)
-    shapes = shapes_of(decoder_slots(net, chameleon.DECODER, "model."))
+    shapes = shapes_of(decoder_destinations(net, chameleon.DECODER, "model."))
     shapes["lm_head.weight"] = (sizes.vocab, sizes.dim)
     images = vqgan(sizes, CHAMELEON, 256)
     if rows == "per_head":
@@ -193,7 +193,7 @@ def write_llamagen(folder: Path, sizes: Sizes) -> None:
 
     full = sizes.dim == TRUE["llamagen"].dim
     width = 2048 if full else 24
-    shapes = shapes_of(decoder_slots(sizes.net(), llamagen.ORIGINAL, rows={"codes": slice(0, sizes.vocab)}))
+    shapes = shapes_of(decoder_destinations(sizes.net(), llamagen.ORIGINAL, rows={"codes": slice(0, sizes.vocab)}))
     shapes |= {
         "cls_embedding.cap_proj.fc1.weight": (sizes.dim, width),
         "cls_embedding.cap_proj.fc2.weight": (sizes.dim, sizes.dim),
@@ -217,8 +217,8 @@ def write_llamagen(folder: Path, sizes: Sizes) -> None:
 
 def write_janus(folder: Path, sizes: Sizes) -> None:
     net = sizes.net(head_hidden=sizes.dim, outputs=range(sizes.codes))
-    shapes = shapes_of(decoder_slots(net, HF_DECODER, "model.language_model."))
-    shapes |= shapes_of(decoder_slots(net, janus.HEAD, "model.generation_head."))
+    shapes = shapes_of(decoder_destinations(net, HF_DECODER, "model.language_model."))
+    shapes |= shapes_of(decoder_destinations(net, janus.HEAD, "model.generation_head."))
     shapes |= {
         "model.generation_embeddings.weight": (sizes.codes, 8),
         "model.generation_aligner.fc1.weight": (sizes.dim, 8),
@@ -247,9 +247,9 @@ def write_emu3(folder: Path, sizes: Sizes) -> None:
     }  # fmt: skip
     with torch.device("meta"):
         images = VideoVQ(emu3.image_arch(config))
-    shapes = shapes_of(decoder_slots(sizes.net(), HF_DECODER, "model.text_model."))
+    shapes = shapes_of(decoder_destinations(sizes.net(), HF_DECODER, "model.text_model."))
     shapes["lm_head.weight"] = (sizes.vocab, sizes.dim)
-    write_shards(folder, {**shapes, **shapes_of(module_slots(images, "model.vqmodel."))})
+    write_shards(folder, {**shapes, **shapes_of(module_destinations(images, "model.vqmodel."))})
     (folder / "config.json").write_text(json.dumps(config))
     write_text(folder / "tokenizer.json", 20)
 

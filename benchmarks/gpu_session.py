@@ -79,9 +79,9 @@ def engine(name: str, model: str, out: Path, kind: str) -> None:
     from underdraw.bench.engine import EngineBenchConfig, measure
     from underdraw.bench.performance import rows
     from underdraw.bench.replay import Trace
-    from underdraw.models.loading import placement
+    from underdraw.models.loading import resolve_placement
 
-    place, full = placement("auto", "auto"), kind == "full"
+    place, full = resolve_placement("auto", "auto"), kind == "full"
     cuda = place.device.type == "cuda"
     levels: Any = ("eagle", "block") if full else ()
     settings = EngineBenchConfig(
@@ -117,9 +117,9 @@ def agree(out: Path, tiny: bool) -> None:
     count = 1 if tiny else 20
     texts = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
     job = pipe.job(texts)
-    prompts = [pipe.model.prompt(text, None, job.size) for text in texts]
+    prompts = [pipe.model.make_prompt(text, None, job.size) for text in texts]
     found = agreement(
-        pipe.model.target, pipe.model.layout(job.size), prompts, job.guidance, graphs.padded,
+        pipe.model.target, pipe.model.make_layout(job.size), prompts, job.guidance, graphs.padded,
         temperature=job.temperature, top_k=job.top_k,
     )  # fmt: skip
     record = {"model": "tiny", "dtype": "bfloat16", "machine": about(pipe.device), "guidance": job.guidance, **found}

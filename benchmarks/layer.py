@@ -23,7 +23,7 @@ from underdraw.bench.engine import device_ms
 from underdraw.engine.cuda_graphs import CudaGraphPass, compiled_regions
 from underdraw.kernels import fused_layer as slim
 from underdraw.kernels.tree_attention import tree_attention
-from underdraw.models.loading import placement
+from underdraw.models.loading import resolve_placement
 from underdraw.models.random_weights import random_target, shape
 from underdraw.nn.attention import AttentionMask, attend
 from underdraw.nn.layer_functions import PLAIN, LayerFunctions
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--model", default="anole-7b", help="a shape of `underdraw bench engine`")
     parser.add_argument("--layers", type=int, default=6, help="how many, each with weights of its own")
     given = parser.parse_args()
-    place = placement("auto", "auto")
+    place = resolve_placement("auto", "auto")
     cuda = place.device.type == "cuda"
     arch = replace(shape(given.model).arch, layers=given.layers, vocab=64, outputs=None)
     layers = Layers(random_target(arch, place).net, cuda)

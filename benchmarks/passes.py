@@ -13,7 +13,7 @@ import time
 import torch
 
 from underdraw.models.checkpoint import open_checkpoint
-from underdraw.models.loading import load_model, placement
+from underdraw.models.loading import load_model, resolve_placement
 from underdraw.tree import chain
 
 NODES = (1, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -26,10 +26,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=NODES)
     parser.add_argument("--times", type=int, default=15, help="passes of each size")
     given = parser.parse_args()
-    model = load_model(open_checkpoint(given.model), placement("cpu", "auto"))
+    model = load_model(open_checkpoint(given.model), resolve_placement("cpu", "auto"))
     size = model.sizes[0]
-    layout, target = model.layout(size), model.target
-    session = target.open([model.prompt("a ghost", None, size)], layout, guidance=model.settings.guidance)
+    layout, target = model.make_layout(size), model.target
+    session = target.open([model.make_prompt("a ghost", None, size)], layout, guidance=model.defaults.guidance)
     rows, half = len(session.lengths), layout.start + layout.cells // 2
     steps = torch.arange(layout.start, half).expand(rows, -1)
     drawn = torch.randint(layout.codes.start, layout.codes.stop, (1, steps.shape[1])).expand(rows, -1)

@@ -33,7 +33,7 @@ net = Transformer(Arch(64, 2, 4, 128, CODES.stop, Rope.one_axis(16), outputs=COD
 input_major(net)
 model = LoadedModel(
     "mosaic", "mine", DecoderTarget(net), Palette(), SamplingDefaults(guidance=1.0), (ImageSize(64, 64),),
-    layout=lambda size: Layout(8, 8, CODES), prompt=lambda words, negative, size: Prompt(tuple(words.encode())),
+    make_layout=lambda size: Layout(8, 8, CODES), make_prompt=lambda words, negative, size: Prompt(tuple(words.encode())),
 )  # fmt: skip
 out = Pipeline(model, drafter="jacobi", tree="chain:depth=4")("a red fox", seed=7)
 out.images[0].save("mosaic.png")

@@ -240,7 +240,7 @@ def measure(
     names = candidates(pack, candidate_count, rng)
     asked = questions(pack, names, count, rng)
     for one in asked:
-        pipe.model.check(one.text)
+        pipe.model.check_prompt(one.text)
     judge = Judge(pack, names, network)
     drawn = draw([one.text for one in asked], range(seed, seed + len(asked)))
     found = []
@@ -268,7 +268,7 @@ def measure(
 @torch.inference_mode()
 def coded(pipe: Pipeline, pictures: Tensor) -> Tensor:
     """Pictures in [0, 1] after the image tokenizer has encoded and decoded them."""
-    images, device = pipe.model.images, pipe.device
+    images, device = pipe.model.image_tokenizer, pipe.device
     made = [images.decode(images.encode((part * 2 - 1).to(device))).float().cpu() for part in pictures.split(8)]
     return (torch.cat(made) * 0.5 + 0.5).clamp(0, 1)
 

@@ -29,12 +29,10 @@ from underdraw.engine.cuda_graphs import Compile, make_graph_cache
 from underdraw.engine.decode import TokenStatsMode, check_guidance, decode
 from underdraw.errors import CapacityError, ConfigError, UnsupportedError, unknown
 from underdraw.history import History, StepResult
-from underdraw.models.checkpoint import Hub, on_hub, open_checkpoint
+from underdraw.models.checkpoint import HubOptions, is_hub_id, open_checkpoint
 from underdraw.models.family import LoadedModel
-from underdraw.models.loading import SETTINGS, load_model, saved_choice
-from underdraw.models.loading import family_of as family_of
-from underdraw.models.loading import placement as placement
-from underdraw.models.published_drafters import drafter_folder, nearest_codes, open_drafter
+from underdraw.models.loading import SAVED_CHOICES_FILE, load_model, read_saved_choices, resolve_placement
+from underdraw.models.published_drafters import find_drafter_folder, load_nearest_codes, open_drafter
 from underdraw.nn.row_invariant import pack_weights
 from underdraw.output import PipelineOutput, Stats
 from underdraw.policies.cost import Cost
@@ -84,11 +82,11 @@ class Pipeline:
         "auto" is what the checkpoint was saved with, or else its own drafter, our tree and `exact`. `compile` says
         whether passes are compiled, captured and replayed ("on", "capture", "off"); "auto" does so on a GPU.
         """
-        checkpoint = open_checkpoint(model, Hub(revision, token, cache_dir, local_files_only))
-        own = {"drafter": "auto", "tree": "auto", "verifier": "exact", **saved_choice(checkpoint.path)}
-        loaded = load_model(checkpoint, placement(device, dtype))
+        checkpoint = open_checkpoint(model, HubOptions(revision, token, cache_dir, local_files_only))
+        own = {"drafter": "auto", "tree": "auto", "verifier": "exact", **read_saved_choices(checkpoint.path)}
+        loaded = load_model(checkpoint, resolve_placement(device, dtype))
         elsewhere = checkpoint.folder / own["drafter"]  # a drafter that was saved along
-        if own["drafter"] not in [path.name for path in loaded.drafters] and elsewhere.is_dir():
+        if own["drafter"] not in [path.name for path in loaded.drafter_folders] and elsewhere.is_dir():
             own["drafter"] = str(elsewhere)
         return cls(
             loaded,
@@ -117,7 +115,7 @@ class Pipeline:
         self.verifier_name = spec if isinstance(spec, str) else _name_of(spec)
         made: Verifier = verifiers.build(spec)
         if isinstance(made, Lantern) and made.neighbours is None:
-            near = nearest_codes(self.model.images.codebook, made.k, self._drafter_folder)
+            near = load_nearest_codes(self.model.image_tokenizer.codebook, made.k, self._drafter_folder)
             made = dataclasses.replace(made, neighbours=near)
         self._verifier = made
 
@@ -146,18 +144,18 @@ class Pipeline:
             return spec
         self.drafter_name = spec
         if spec == "auto":
-            if not self.model.drafters:
+            if not self.model.drafter_folders:
                 log.warning("%s has no drafter of its own; drafting with jacobi, which needs none.", self.model.name)
                 self.drafter_name = "jacobi"
                 return Jacobi()
-            self.drafter_name = self.model.drafters[0].name
-            return self._open_drafter(self.model.drafters[0])
-        known = {path.name: path for path in self.model.drafters}
+            self.drafter_name = self.model.drafter_folders[0].name
+            return self._open_drafter(self.model.drafter_folders[0])
+        known = {path.name: path for path in self.model.drafter_folders}
         if spec in known:
             return self._open_drafter(known[spec])
         if parse(spec).name in drafters.names():
             return drafters.build(spec)
-        if Path(spec).is_dir() or on_hub(spec):
+        if Path(spec).is_dir() or is_hub_id(spec):
             return self._open_drafter(spec)
         raise ConfigError(
             f"there is no drafter {spec!r}; use auto, one of {', '.join([*known, *drafters.names()])}, a folder or an "
@@ -165,7 +163,7 @@ class Pipeline:
         )
 
     def _open_drafter(self, name: str | Path) -> Drafter:
-        self._drafter_folder = drafter_folder(name, self.model.hub)
+        self._drafter_folder = find_drafter_folder(name, self.model.hub)
         return open_drafter(self._drafter_folder, self.model.target)
 
     def __call__(
@@ -190,7 +188,7 @@ class Pipeline:
             temperature=temperature, top_k=top_k, top_p=top_p, num_images_per_prompt=num_images_per_prompt,
             seed=seed, generator=generator,
         )  # fmt: skip
-        histories = [History(self.model.layout(job.size)) for _ in job.prompts]
+        histories = [History(self.model.make_layout(job.size)) for _ in job.prompts]
         self._interrupted = False
         steps = self.steps(job, histories, token_stats)
         began = time.perf_counter()
@@ -230,12 +228,12 @@ class Pipeline:
         seed: Seed = None, generator: Generator = None,
     ) -> GenerationRequest:  # fmt: skip
         """Check a call's arguments and fill in what the family says."""
-        own, prompts = self.model.settings, texts_of(prompt, num_images_per_prompt)
+        own, prompts = self.model.defaults, texts_of(prompt, num_images_per_prompt)
         job = GenerationRequest(
             prompts=prompts,
             negative=negative_prompt,
             seeds=seeds_of(seed, generator, len(prompts)),
-            size=self.model.size(height, width),
+            size=self.model.resolve_size(height, width),
             guidance=own.guidance if guidance_scale is None else guidance_scale,
             temperature=own.temperature if temperature is None else temperature,
             top_k=own.top_k if top_k is None else top_k,
@@ -260,7 +258,7 @@ class Pipeline:
     def sampler(self, job: GenerationRequest) -> Sampler:
         """Noise, temperature and filters of a job."""
         return Sampler(
-            self.model.layout(job.size), job.seeds, temperature=job.temperature, top_k=job.top_k, top_p=job.top_p,
+            self.model.make_layout(job.size), job.seeds, temperature=job.temperature, top_k=job.top_k, top_p=job.top_p,
             device=self.device,
         )  # fmt: skip
 
@@ -274,7 +272,7 @@ class Pipeline:
         self, job: GenerationRequest, histories: list[History], drafter: Drafter, token_stats: TokenStatsMode = "skip"
     ) -> Iterator[StepResult]:
         """`steps` with another drafter in the place of the pipeline's own, for example one that keeps time."""
-        prompts = [self.model.prompt(text, job.negative, job.size) for text in job.prompts]
+        prompts = [self.model.make_prompt(text, job.negative, job.size) for text in job.prompts]
         proposal = None if self.proposal == "auto" else cast(Proposal, self.proposal)
         return decode(
             self.model.target, drafter, self.policy(job), self.verifier, prompts, self.sampler(job),
@@ -290,8 +288,10 @@ class Pipeline:
         batch = min(len(job.prompts), 4)
         arch = self.model.target.net.arch
         key = (self.model.family, arch.dim, arch.layers, self.drafter_name, self.dtype, f"batch {batch}")
-        prompts = [self.model.prompt(job.prompts[0], job.negative, job.size)] * batch
-        sampler = Sampler(self.model.layout(job.size), range(batch), temperature=job.temperature, device=self.device)
+        prompts = [self.model.make_prompt(job.prompts[0], job.negative, job.size)] * batch
+        sampler = Sampler(
+            self.model.make_layout(job.size), range(batch), temperature=job.temperature, device=self.device
+        )
         costs = load_or_measure_costs(key, self.model.target, self.drafter, prompts, sampler, job.guidance, self.graphs)
         log.debug("passes cost %s", costs)
         return (
@@ -312,8 +312,8 @@ class Pipeline:
         # One by one: convolutions round by batch size, and a picture must not depend on its neighbours.
         pixels = torch.cat([self._decode(one) for one in codes.split(1)])  # (B, 3, H, W) in [0, 1]
         if missing.any():
-            blank = missing[:, None].repeat_interleave(self.model.images.downsample, 2)
-            blank = blank.repeat_interleave(self.model.images.downsample, 3)
+            blank = missing[:, None].repeat_interleave(self.model.image_tokenizer.downsample, 2)
+            blank = blank.repeat_interleave(self.model.image_tokenizer.downsample, 3)
             pixels = pixels.masked_fill(blank, 1.0)
         if output_type == "pt":
             return pixels
@@ -322,27 +322,27 @@ class Pipeline:
 
     def _decode(self, codes: Tensor) -> Tensor:
         """Codes (B, rows, cols) to pixels (B, 3, H, W) in [0, 1] on the CPU."""
-        return (self.model.images.decode(codes.to(self.device)).float().cpu() * 0.5 + 0.5).clamp(0, 1)
+        return (self.model.image_tokenizer.decode(codes.to(self.device)).float().cpu() * 0.5 + 0.5).clamp(0, 1)
 
     def to(self, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None) -> Pipeline:
         """Move the model and its drafter; returns the pipeline."""
-        place = placement(self.device if device is None else device, self.dtype if dtype is None else dtype)
+        place = resolve_placement(self.device if device is None else device, self.dtype if dtype is None else dtype)
         modules = [self.model.target.net, self.model.target.projection, getattr(self.drafter, "net", None)]
         for module in modules:
             if isinstance(module, torch.nn.Module):
                 module.to(place.device, place.dtype)
                 pack_weights(module)
-        if isinstance(self.model.images, torch.nn.Module):
-            self.model.images.to(place.device)
+        if isinstance(self.model.image_tokenizer, torch.nn.Module):
+            self.model.image_tokenizer.to(place.device)
         self.graphs = make_graph_cache(self.device, self.compile)
         if isinstance(self.verifier, Lantern):  # its table of neighbours moves too
-            self.verifier = self.verifier.bind(self.model.images.codebook)
+            self.verifier = self.verifier.bind(self.model.image_tokenizer.codebook)
         return self
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write the checkpoint's files and this pipeline's choice of drafter, tree and verifier into a folder."""
         folder = Path(folder)
-        source = self.model.source
+        source = self.model.path
         if source is None:
             raise UnsupportedError(f"{self.model.name} was not loaded from files; there is nothing to copy.")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -359,7 +359,7 @@ class Pipeline:
             if Path(self.drafter_name).is_dir():  # a drafter from elsewhere comes along
                 choice["drafter"] = f"drafter-{Path(self.drafter_name).resolve().name}"
                 shutil.copytree(self.drafter_name, made / choice["drafter"])
-            (made / SETTINGS).write_text(json.dumps(choice, indent=2) + "\n", encoding="utf-8")
+            (made / SAVED_CHOICES_FILE).write_text(json.dumps(choice, indent=2) + "\n", encoding="utf-8")
             if folder.exists():
                 folder.rmdir()
             made.replace(folder)
@@ -370,8 +370,8 @@ class Pipeline:
         if self.tree_name != "auto":
             policies.build(self.tree_name)
         verifiers.build(self.verifier_name)
-        known = [path.name for path in self.model.drafters]
-        if self.drafter_name not in known and not Path(self.drafter_name).is_dir() and not on_hub(self.drafter_name):
+        known = [path.name for path in self.model.drafter_folders]
+        if self.drafter_name not in known and not Path(self.drafter_name).is_dir() and not is_hub_id(self.drafter_name):
             drafters.build(self.drafter_name)
         return {"drafter": self.drafter_name, "tree": self.tree_name, "verifier": self.verifier_name}
 

@@ -126,8 +126,8 @@ CASES = [
     Case("too many images", ONE + "--n 1000000000", "more than 1000000 pictures"),
     Case("no batch", TWO + "--batch 0", "between 1 and 256"),
     Case("huge batch", TWO + "--batch 100000", "between 1 and 256"),
-    Case("height", ONE + "--height 500", "cannot draw 500x12"),
-    Case("width", ONE + "--width 0", "cannot draw 12x0"),
+    Case("height", ONE + "--height 500", "cannot generate 500x12"),
+    Case("width", ONE + "--width 0", "cannot generate 12x0"),
     Case("limit without file", ONE + "--limit 3", "use it with --prompts"),
     # parts
     Case("unknown tree", ONE + "--tree adjacancy", "Did you mean 'adjacency'?"),

@@ -119,10 +119,10 @@ def test_losses_of_a_random_model(tmp_path: Path) -> None:
     found = losses(model, pack, 3)
     scenes = Composer(pack, "train", Recipe(), 2).draw(3, np.random.default_rng(1))
     texts = Composer(pack, "train", Recipe(), 2).captions(scenes)
-    codes = model.images.encode(Painter(pack, "cpu", cell=2).paint(scenes)).flatten(1)
+    codes = model.image_tokenizer.encode(Painter(pack, "cpu", cell=2).paint(scenes)).flatten(1)
     with torch.no_grad():  # as training measures it
-        ids = torch.tensor([model.prompt(text, None, model.sizes[0]).condition for text in texts])
-        scored = Scorer(model.target.net, model.layout(model.sizes[0]), ids.shape[1])(ids, codes)
+        ids = torch.tensor([model.make_prompt(text, None, model.sizes[0]).condition for text in texts])
+        scored = Scorer(model.target.net, model.make_layout(model.sizes[0]), ids.shape[1])(ids, codes)
     assert found["train"]["loss"] == pytest.approx(float(scored.mean()), abs=2e-3)
     for split in ("train", "held-out"):
         assert found[split]["pictures"] == 3

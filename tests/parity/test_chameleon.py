@@ -53,10 +53,10 @@ def drawn(count: int, seed: int = 0) -> Tensor:
 def test_anole_rows(anole: Case) -> None:
     """The prompt is <s> text separator image-start; without words it is <s> image-start, at places 0 and 1."""
     model = anole.model
-    prompt = model.prompt(WORDS, None, model.sizes[0])
+    prompt = model.make_prompt(WORDS, None, model.sizes[0])
     assert prompt.condition == (0, 8900, 8901, 8902, 8710, 8197)
     assert prompt.unconditional == (0, 8197)
-    assert model.prompt(WORDS, "snow", model.sizes[0]).unconditional == (0, 8907, 8710, 8197)
+    assert model.make_prompt(WORDS, "snow", model.sizes[0]).unconditional == (0, 8907, 8710, 8197)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -66,8 +66,8 @@ def test_anole_logits(rows: int, tmp_path: Path) -> None:
     model, other = along.load(tmp_path), transformers_model(state, rows)
     assert model.target.net.arch.qk_norm_heads == ("shared" if rows == 1 else "per_head")
     size, tokens = model.sizes[0], drawn(9)
-    prompt = model.prompt(WORDS, None, size)
-    ours = along.logits_along(model, prompt, model.layout(size), tokens)
+    prompt = model.make_prompt(WORDS, None, size)
+    ours = along.logits_along(model, prompt, model.make_layout(size), tokens)
     theirs = logits(other, [*prompt.condition, *tokens.tolist()])[len(prompt.condition) - 1 :]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
@@ -77,7 +77,7 @@ def test_anole_swin_norm(tmp_path: Path) -> None:
     state = published.anole(tmp_path, swin_norm=True)
     model, other = along.load(tmp_path), transformers_model(state, 4, swin_norm=True)
     prompt, tokens = Prompt((0, 8900, 8197)), drawn(5)
-    ours = along.logits_along(model, prompt, model.layout(model.sizes[0]), tokens)
+    ours = along.logits_along(model, prompt, model.make_layout(model.sizes[0]), tokens)
     theirs = logits(other, [0, 8900, 8197, *tokens.tolist()])[2:]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
@@ -86,9 +86,9 @@ def test_anole_guidance(anole: Case) -> None:
     """u + s (c - u), where the authors' unconditional row is padded on the left, masked and placed from 0."""
     model, other = anole.model, transformers_model(anole.source, 4)
     size, tokens = model.sizes[0], drawn(9)
-    prompt = model.prompt(WORDS, None, size)
+    prompt = model.make_prompt(WORDS, None, size)
     length = len(prompt.condition)
-    ours = along.logits_along(model, prompt, model.layout(size), tokens, guidance=3.0)
+    ours = along.logits_along(model, prompt, model.make_layout(size), tokens, guidance=3.0)
     cond = logits(other, [*prompt.condition, *tokens.tolist()])
     padded = [1] * (length - 2) + [0, 8197] + tokens.tolist()
     places = [0] * (length - 2) + list(range(2 + len(tokens)))
@@ -99,7 +99,7 @@ def test_anole_guidance(anole: Case) -> None:
 
 def test_anole_guidance_one_is_conditional(anole: Case) -> None:
     size, tokens = anole.model.sizes[0], drawn(4)
-    prompt, layout = anole.model.prompt(WORDS, None, size), anole.model.layout(size)
+    prompt, layout = anole.model.make_prompt(WORDS, None, size), anole.model.make_layout(size)
     alone = along.logits_along(anole.model, Prompt(prompt.condition), layout, tokens)
     assert torch.equal(along.logits_along(anole.model, prompt, layout, tokens, guidance=1.0), alone)
 
@@ -109,8 +109,8 @@ def test_anole_takes_meta_files(tmp_path: Path, anole: Case) -> None:
     published.anole(tmp_path, decoder=False)
     model = along.load(tmp_path)
     size, codes = model.sizes[0], torch.arange(16).view(1, 4, 4) * 500
-    assert model.prompt(WORDS, None, size) == anole.model.prompt(WORDS, None, size)
-    assert torch.equal(model.images.decode(codes), anole.model.images.decode(codes))
+    assert model.make_prompt(WORDS, None, size) == anole.model.make_prompt(WORDS, None, size)
+    assert torch.equal(model.image_tokenizer.decode(codes), anole.model.image_tokenizer.decode(codes))
 
 
 def test_anole_without_text_tokenizer(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_anole_without_text_tokenizer(tmp_path: Path) -> None:
 def test_lumina_rows(lumina: Case) -> None:
     """An order with the size, then the separator; without words the row starts at the image itself."""
     model, size = lumina.model, ImageSize(96, 160)
-    prompt = model.prompt(WORDS, None, size)
+    prompt = model.make_prompt(WORDS, None, size)
     assert prompt.unconditional == ()
-    assert model.layout(size).prologue == (8197, 8804 + 3, 8804 + 5)
+    assert model.make_layout(size).prologue == (8197, 8804 + 3, 8804 + 5)
     words = published.WORDS.split()
     text = "Generate an image of 160x96 according to the following prompt : a red fox"  # the width comes first
     ids = {word: 8900 + index for index, word in enumerate([*words, "<unk>", "*", ":", "160x96"])}
@@ -142,7 +142,7 @@ def test_lumina_logits(lumina: Case) -> None:
         ),
     )
     size = model.sizes[0]
-    layout, prompt = model.layout(size), model.prompt(WORDS, None, size)
+    layout, prompt = model.make_layout(size), model.make_prompt(WORDS, None, size)
     tokens = torch.cat([drawn(8), torch.tensor([8803]), drawn(3, 1)])
     ours = along.logits_along(model, prompt, layout, tokens, guidance=4.0)
     image = [*layout.prologue, *tokens.tolist()]

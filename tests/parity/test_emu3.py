@@ -38,16 +38,16 @@ def test_rows(emu3: Case) -> None:
     model = emu3.model
     four, star = 20 + 22 + 4, 20 + 19
     header = (3, four, star, four, 5)
-    prompt = model.prompt(WORDS, None, model.sizes[0])
+    prompt = model.make_prompt(WORDS, None, model.sizes[0])
     assert prompt.condition == (1, 20, 21, 22, *header)
-    assert prompt.unconditional == model.prompt(NEGATIVE, None, model.sizes[0]).condition
-    assert model.prompt(WORDS, "", model.sizes[0]).unconditional == (1, *header)
+    assert prompt.unconditional == model.make_prompt(NEGATIVE, None, model.sizes[0]).condition
+    assert model.make_prompt(WORDS, "", model.sizes[0]).unconditional == (1, *header)
 
 
 def test_logits(emu3: Case) -> None:
     """Along a row, its end and the next row, with guidance; the two rows of the batch differ in length."""
     model, size = emu3.model, emu3.model.sizes[0]
-    layout, prompt = model.layout(size), model.prompt(WORDS, "blue ice on the snow", size)
+    layout, prompt = model.make_layout(size), model.make_prompt(WORDS, "blue ice on the snow", size)
     tokens = torch.cat([drawn(4), torch.tensor([6]), drawn(3)])
     ours = along.logits_along(model, prompt, layout, tokens, 3.0)
     cond, uncond = (
@@ -62,7 +62,7 @@ def test_logits(emu3: Case) -> None:
 def test_greedy_pictures_are_those_of_transformers(emu3: Case, tree: str, size: ImageSize) -> None:
     """Its own loop with unbatched guidance and tokens allowed by place, as its authors run it."""
     model = emu3.model
-    layout, prompt = model.layout(size), model.prompt(WORDS, "blue ice", size)
+    layout, prompt = model.make_layout(size), model.make_prompt(WORDS, "blue ice", size)
     assert size in model.sizes
     row, negative = (torch.tensor([part]) for part in (prompt.condition, prompt.unconditional))
     epilogue = list(layout.epilogue)
@@ -92,14 +92,14 @@ def test_decoded_pictures(emu3: Case) -> None:
     codes = (drawn(24) - CODES.start).view(2, 3, 4)
     with torch.no_grad():
         theirs = emu3.source.model.vqmodel.decode(codes).clamp(-1, 1)
-    torch.testing.assert_close(emu3.model.images.decode(codes), theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(emu3.model.image_tokenizer.decode(codes), theirs, atol=1e-4, rtol=0)
 
 
 def test_encoded_pictures(emu3: Case) -> None:
     pixels = torch.randn(2, 3, 24, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         theirs = emu3.source.model.vqmodel.encode(pixels, torch.tensor([[24, 32]] * 2)).image_tokens
-    assert torch.equal(emu3.model.images.encode(pixels), torch.stack(list(theirs)))
+    assert torch.equal(emu3.model.image_tokenizer.encode(pixels), torch.stack(list(theirs)))
 
 
 def test_the_older_names(tmp_path: Path, emu3: Case) -> None:

@@ -16,7 +16,7 @@ from commands import call
 from safetensors.torch import save_file
 
 from underdraw.models.checkpoint import open_checkpoint
-from underdraw.models.inspect import inspect, known_families
+from underdraw.models.inspect import inspect, list_families
 from underdraw.pipeline import Pipeline
 from underdraw.registry import families
 
@@ -46,7 +46,7 @@ def test_the_example_is_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(plain, drafted) and plain.shape == (1, 4, 4)
     assert Pipeline.from_pretrained(folder, drafter="jacobi")("dark", seed=1).images[0].size == (4, 4)
     assert inspect(open_checkpoint(folder)).family == "grey"
-    assert "grey" in [item["family"] for item in known_families()]
+    assert "grey" in [item["family"] for item in list_families()]
     del sys.modules["grey"]
 
 
@@ -93,7 +93,7 @@ def test_options_in_the_table_exist() -> None:
 
 def test_published_ids_in_the_page_are_those_of_the_families() -> None:
     """No name in the page that a family does not list, and no drafter left out."""
-    listed = {entry["id"] for family in known_families() for entry in family["published"]}
-    heads = {head for family in known_families() for head in family["drafters"]}
+    listed = {entry["id"] for family in list_families() for entry in family["published"]}
+    heads = {head for family in list_families() for head in family["drafters"]}
     for name in heads | {entry for entry in listed if entry.endswith(("-hf", "stage1_256.pt", "T2I", "B_256.pt"))}:
         assert name in PAGE or name == "BAAI/Emu3-Gen-hf", name

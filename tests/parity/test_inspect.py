@@ -14,7 +14,7 @@ from commands import call
 
 from underdraw.errors import UnsupportedError
 from underdraw.models.checkpoint import Checkpoint, open_checkpoint
-from underdraw.models.inspect import inspect, known_families
+from underdraw.models.inspect import inspect, list_families
 from underdraw.registry import families
 
 
@@ -25,7 +25,7 @@ def command(*words: str) -> str:
 
 
 def test_every_family_is_listed() -> None:
-    found = known_families()
+    found = list_families()
     assert [item["family"] for item in found] == families.names()
     assert all(item["summary"] and item["published"] for item in found)
     assert all(entry["licence"] for item in found for entry in item["published"])
@@ -33,7 +33,7 @@ def test_every_family_is_listed() -> None:
 
 def test_the_commands(anole: Case) -> None:
     listed = json.loads(command("--json"))["families"]
-    assert listed == known_families()
+    assert listed == list_families()
     assert "jadohu/anole_drafter" in command()
     report = json.loads(command("inspect", str(anole.path), "--json"))
     assert report == json.loads(json.dumps(inspect(open_checkpoint(anole.path)).json()))
@@ -55,7 +55,7 @@ def test_reports_agree_with_what_loads(request: pytest.FixtureRequest, name: str
     assert report.decoder["parameters"] == parameters
     assert report.memory["float32"].weights == 4 * parameters == 2 * report.memory["bfloat16"].weights
     assert report.sizes == [str(size) for size in case.model.sizes]
-    assert report.settings["guidance"] == case.model.settings.guidance
+    assert report.settings["guidance"] == case.model.defaults.guidance
     assert report.bytes > 0 and report.drafters == ["jacobi"]
 
 

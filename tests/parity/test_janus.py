@@ -33,18 +33,18 @@ def logits(model: object, row: tuple[int, ...], codes: Tensor) -> Tensor:
 
 def test_rows(janus: Case) -> None:
     """One turn of talk; the unconditional row is as long, with padding between start and image start."""
-    prompt = janus.model.prompt(f" {WORDS} ", None, janus.model.sizes[0])
+    prompt = janus.model.make_prompt(f" {WORDS} ", None, janus.model.sizes[0])
     colon = 20 + 20
     assert prompt.condition == (1, 6, colon, 20, 21, 22, 7, colon, 4)
     assert prompt.unconditional == (1, *[2] * 7, 4)
-    assert janus.model.prompt(WORDS, "ice", janus.model.sizes[0]).unconditional == (1, 6, colon, 26, 7, colon, 4)
+    assert janus.model.make_prompt(WORDS, "ice", janus.model.sizes[0]).unconditional == (1, 6, colon, 26, 7, colon, 4)
 
 
 @pytest.mark.parametrize("scale", [1.0, 5.0])
 def test_logits(janus: Case, scale: float) -> None:
     model, codes = janus.model, drawn(11)
     size = model.sizes[0]
-    layout, prompt = model.layout(size), model.prompt(WORDS, None, size)
+    layout, prompt = model.make_layout(size), model.make_prompt(WORDS, None, size)
     ours = along.logits_along(model, prompt, layout, codes + layout.codes.start, scale)
     cond, uncond = (logits(janus.source, row, codes) for row in (prompt.condition, prompt.unconditional))  # type: ignore[arg-type]
     torch.testing.assert_close(ours, uncond + scale * (cond - uncond), atol=1e-4, rtol=0)
@@ -55,7 +55,7 @@ def test_logits(janus: Case, scale: float) -> None:
 def test_greedy_pictures_are_those_of_transformers(janus: Case, tree: str, words: str) -> None:
     pipe = Pipeline(janus.model, drafter="jacobi", tree=tree)
     ours = pipe(words, temperature=0, output_type="codes").images
-    row = torch.tensor([janus.model.prompt(words, None, janus.model.sizes[0]).condition])
+    row = torch.tensor([janus.model.make_prompt(words, None, janus.model.sizes[0]).condition])
     theirs = janus.source.generate(
         row, attention_mask=torch.ones_like(row), generation_mode="image", do_sample=False, guidance_scale=5
     )
@@ -65,13 +65,13 @@ def test_greedy_pictures_are_those_of_transformers(janus: Case, tree: str, words
 def test_decoded_pictures(janus: Case) -> None:
     codes = drawn(16).view(1, 16)
     theirs = janus.source.model.vqmodel.decode(codes).clamp(-1, 1)
-    torch.testing.assert_close(janus.model.images.decode(codes.view(1, 4, 4)), theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(janus.model.image_tokenizer.decode(codes.view(1, 4, 4)), theirs, atol=1e-4, rtol=0)
 
 
 def test_cells(janus: Case) -> None:
     """What the encoder makes of pixels, before codes are compared: transformers leaves out that they have length 1."""
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    other, own = janus.source.model.vqmodel, janus.model.images
+    other, own = janus.source.model.vqmodel, janus.model.image_tokenizer
     with torch.no_grad():
         theirs = other.quant_conv(other.encoder(pixels))
         torch.testing.assert_close(own.quant_conv(own.encoder(pixels)), theirs, atol=1e-4, rtol=0)

@@ -46,7 +46,7 @@ def test_features_are_those_of_the_authors_encoder(t2i: Case) -> None:
     batch = tokenizer("a red fox", max_length=120, padding="max_length", truncation=True, return_tensors="pt")
     with torch.no_grad():
         expected = model(**batch).last_hidden_state[0][batch["attention_mask"][0].bool()]
-    prompt = t2i.model.prompt("a red fox", None, t2i.model.sizes[0])
+    prompt = t2i.model.make_prompt("a red fox", None, t2i.model.sizes[0])
     assert isinstance(prompt.condition, Tensor) and prompt.condition.shape == (4, 24)  # three words and </s>
     torch.testing.assert_close(prompt.condition, expected, atol=1e-5, rtol=0)
 
@@ -55,9 +55,9 @@ def test_features_are_those_of_the_authors_encoder(t2i: Case) -> None:
 @pytest.mark.parametrize("scale", [1.0, 7.5])
 def test_text_logits(t2i: Case, words: str, scale: float) -> None:
     """Short prompts with their padding left out, and one that fills and overflows all 120 places."""
-    prompt, codes = t2i.model.prompt(words, None, t2i.model.sizes[0]), drawn(11)
+    prompt, codes = t2i.model.make_prompt(words, None, t2i.model.sizes[0]), drawn(11)
     assert isinstance(prompt.condition, Tensor)
-    ours = along.logits_along(t2i.model, prompt, t2i.model.layout(t2i.model.sizes[0]), codes, scale)
+    ours = along.logits_along(t2i.model, prompt, t2i.model.make_layout(t2i.model.sizes[0]), codes, scale)
     torch.testing.assert_close(ours, apply_guidance(t2i.source, prompt.condition, codes, scale), atol=2e-4, rtol=1e-5)
 
 
@@ -65,7 +65,9 @@ def test_the_conversion_is_the_same_model(t2i: Case, converted: Case) -> None:
     size, codes = t2i.model.sizes[0], drawn(9)
     assert converted.model.sizes == t2i.model.sizes
     ours, theirs = (
-        along.logits_along(case.model, case.model.prompt("blue ice", None, size), case.model.layout(size), codes, 7.5)
+        along.logits_along(
+            case.model, case.model.make_prompt("blue ice", None, size), case.model.make_layout(size), codes, 7.5
+        )
         for case in (converted, t2i)
     )
     assert torch.equal(ours, theirs)
@@ -74,8 +76,8 @@ def test_the_conversion_is_the_same_model(t2i: Case, converted: Case) -> None:
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_class_logits(c2i: Case, scale: float) -> None:
     model, state, codes = c2i.model, c2i.source, drawn(13)
-    prompt = model.prompt("golden retriever", None, model.sizes[0])
-    ours = along.logits_along(model, prompt, model.layout(model.sizes[0]), codes, scale)
+    prompt = model.make_prompt("golden retriever", None, model.sizes[0])
+    ours = along.logits_along(model, prompt, model.make_layout(model.sizes[0]), codes, scale)
     table, mask = state["cls_embedding.embedding_table.weight"], torch.ones(1)
     cond, uncond = (
         reference.llamagen_logits(state, table[row : row + 1], mask, codes, SIDE, HEADS) for row in (207, 1000)
@@ -94,10 +96,10 @@ def test_every_wrapper_of_the_authors_files(tmp_path: Path, c2i: Case, wrap: str
 def test_classes_by_number_and_name(c2i: Case) -> None:
     model, size = c2i.model, c2i.model.sizes[0]
     first = published.LLAMAGEN["vocab"]
-    assert model.prompt("207", None, size).condition == (first + 207,)
-    assert model.prompt(" Golden Retriever ", None, size).condition == (first + 207,)
-    assert model.prompt("0", None, size).unconditional == (first + 1000,)
-    assert model.prompt("0", "goldfish", size).unconditional == (first + 1,)
+    assert model.make_prompt("207", None, size).condition == (first + 207,)
+    assert model.make_prompt(" Golden Retriever ", None, size).condition == (first + 207,)
+    assert model.make_prompt("0", None, size).unconditional == (first + 1000,)
+    assert model.make_prompt("0", "goldfish", size).unconditional == (first + 1,)
     assert len(labels()) == 1000
 
 
@@ -111,10 +113,10 @@ def test_classes_by_number_and_name(c2i: Case) -> None:
 )
 def test_unknown_classes(c2i: Case, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        c2i.model.prompt(text, None, c2i.model.sizes[0])
+        c2i.model.make_prompt(text, None, c2i.model.sizes[0])
     assert message in str(caught.value)
     with pytest.raises(ConfigError):
-        c2i.model.check(text)
+        c2i.model.check_prompt(text)
 
 
 def test_sizes_from_name_table_or_neither(tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_a_folder_with_several_models(tmp_path: Path) -> None:
 def test_padding_stays_zero_and_the_prefix_collapses(t2i: Case) -> None:
     """Oracles 4 and 5: padded rows are exactly zero after every layer, and the prefix acts as one key."""
     net = t2i.model.target.net
-    features = t2i.model.prompt("a red fox", None, t2i.model.sizes[0]).condition
+    features = t2i.model.make_prompt("a red fox", None, t2i.model.sizes[0]).condition
     assert isinstance(features, Tensor) and t2i.model.target.projection is not None
     rows, mask = padded(features)
     prefix = reference.llamagen_prefix(t2i.source, rows)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
 from underdraw.extras import require_package
 from underdraw.models import chameleon, emu3, janus
-from underdraw.models.checkpoint import Checkpoint, Hub, on_hub, open_checkpoint
+from underdraw.models.checkpoint import Checkpoint, HubOptions, is_hub_id, open_checkpoint
 from underdraw.models.family import ImageSize
 from underdraw.models.loading import load_model
 from underdraw.nn.row_invariant import Linear
@@ -129,12 +129,12 @@ def test_configurations_that_cannot_be_loaded(folder: Path) -> None:
 
 
 def test_sizes_that_a_family_does_not_draw(anole: Case, lumina: Case) -> None:
-    with pytest.raises(ConfigError, match=r"cannot draw 500x64 \(height x width\) pixels; use 64x64"):
-        anole.model.size(500, None)
+    with pytest.raises(ConfigError, match=r"cannot generate 500x64 \(height x width\) pixels; use 64x64"):
+        anole.model.resolve_size(500, None)
     with pytest.raises(ConfigError, match=r"use 128x128, .*96x160"):
-        lumina.model.size(128, 256)
-    assert lumina.model.size(96, 160) == ImageSize(96, 160)
-    assert lumina.model.size(None, None) == ImageSize(128, 128)
+        lumina.model.resolve_size(128, 256)
+    assert lumina.model.resolve_size(96, 160) == ImageSize(96, 160)
+    assert lumina.model.resolve_size(None, None) == ImageSize(128, 128)
 
 
 def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch, fo
 )
 def test_names_of_the_hub(name: str, expected: bool) -> None:
     """A dot in a repository's name does not make it a file."""
-    assert on_hub(name) == expected
+    assert is_hub_id(name) == expected
 
 
 def test_the_hub_is_asked_as_the_user_said(monkeypatch: pytest.MonkeyPatch, anole: Case) -> None:
@@ -175,7 +175,7 @@ def test_the_hub_is_asked_as_the_user_said(monkeypatch: pytest.MonkeyPatch, anol
         return str(anole.path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    hub = Hub(revision="v1", token="secret", cache_dir="/cache", local_files_only=True)
+    hub = HubOptions(revision="v1", token="secret", cache_dir="/cache", local_files_only=True)
     checkpoint = open_checkpoint("leloy/Anole-7b-v0.1-hf", hub)
     name, options = asked[0]
     assert name == "leloy/Anole-7b-v0.1-hf" and checkpoint.path == anole.path
@@ -190,7 +190,7 @@ def test_from_the_hubs_cache_offline(tmp_path: Path, anole: Case) -> None:
     shutil.copytree(anole.path, repository / "snapshots" / ("a" * 40))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("a" * 40)
-    hub = Hub(cache_dir=str(tmp_path), local_files_only=True)
+    hub = HubOptions(cache_dir=str(tmp_path), local_files_only=True)
     assert open_checkpoint("leloy/Anole-7b-v0.1-hf", hub).config["model_type"] == "chameleon"
     with pytest.raises(CheckpointError, match="nobody/nothing could not be fetched"):
         open_checkpoint("nobody/nothing", hub)
@@ -209,7 +209,9 @@ def test_companions_from_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_companion_that_is_nowhere(tmp_path: Path) -> None:
     published.anole(tmp_path / "model", decoder=False)
     (tmp_path / "model" / "vqgan.ckpt").unlink()
-    checkpoint = open_checkpoint(tmp_path / "model", Hub(cache_dir=str(tmp_path / "cache"), local_files_only=True))
+    checkpoint = open_checkpoint(
+        tmp_path / "model", HubOptions(cache_dir=str(tmp_path / "cache"), local_files_only=True)
+    )
     with pytest.raises(CheckpointError, match=r"also needs vqgan\.ckpt, .*UNDERDRAW_FILES names; and leloy/Anole"):
         load_model(checkpoint, along.CPU)
 
@@ -266,7 +268,7 @@ with torch.device("meta"):
     torch.nn.Embedding(3, 3).to_empty(device="cpu")  # torch loads 70 MB of its own the first time
 before = anonymous()
 model = load_model(open_checkpoint(Path(sys.argv[1])), Placement(torch.device("cpu"), torch.float32))
-size = sum(p.nbytes for m in (model.target.net, model.images) for p in m.parameters())
+size = sum(p.nbytes for m in (model.target.net, model.image_tokenizer) for p in m.parameters())
 print(max(peaks) - before, anonymous() - before, size)
 """
 

@@ -18,7 +18,7 @@ from along import Case
 from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.models import chameleon, lumina
-from underdraw.models.anole import describe
+from underdraw.models.anole import read_spec
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import ImageSize
 from underdraw.nn.rope import Rope
@@ -32,7 +32,7 @@ from underdraw.tree import Frontier, grow_tree
 
 def test_ids(lumina: Case) -> None:
     """Oracle 1."""
-    layout = lumina.model.layout(lumina.model.sizes[0])
+    layout = lumina.model.make_layout(lumina.model.sizes[0])
     assert layout.token_ids(0) == 4 and layout.token_ids(8191) == 8195
     assert layout.vocab_indices(4) == 0 and layout.vocab_indices(8195) == 8191
     assert layout.row_end == 8803 and chameleon.SEPARATOR == 8710
@@ -180,7 +180,7 @@ def test_guidance_formula() -> None:
 def test_published_defaults(anole: Case, lumina: Case, t2i: Case, c2i: Case, janus: Case, emu3: Case) -> None:
     """Guidance and top-k as the authors draw; every one of them can be overridden in a call."""
     found = {
-        case.model.family + str(i): case.model.settings for i, case in enumerate((anole, lumina, t2i, c2i, janus, emu3))
+        case.model.family + str(i): case.model.defaults for i, case in enumerate((anole, lumina, t2i, c2i, janus, emu3))
     }
     assert {name: (own.guidance, own.top_k, own.temperature, own.top_p) for name, own in found.items()} == {
         "anole0": (3.0, 2000, 1.0, 1.0),
@@ -197,7 +197,7 @@ def test_anole_is_32_by_32(tmp_path_factory: pytest.TempPathFactory) -> None:
     config = {"model_type": "chameleon", "vq_config": {"resolution": 512}}
     folder = tmp_path_factory.mktemp("anole")
     published.write_shards(folder, {"x": torch.zeros(1)}, 1)
-    known = describe(Checkpoint(folder, "anole", config))
-    layout = known.layout(known.sizes[0])
+    known = read_spec(Checkpoint(folder, "anole", config))
+    layout = known.make_layout(known.sizes[0])
     assert (layout.height, layout.width, layout.steps, layout.row_end) == (32, 32, 1024, None)
     assert known.arch.dim == 4096 and known.arch.layers == 32 and known.arch.vocab == 65536

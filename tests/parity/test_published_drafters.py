@@ -16,7 +16,7 @@ from torch import Tensor
 from underdraw.drafters.eagle import Eagle, EagleSession
 from underdraw.drafters.padded_eagle import PaddedEagle, padded
 from underdraw.errors import CheckpointError, ConfigError
-from underdraw.models.published_drafters import nearest_codes, open_drafter
+from underdraw.models.published_drafters import load_nearest_codes, open_drafter
 from underdraw.pipeline import Pipeline
 from underdraw.plan import TreePlan
 from underdraw.protocols import DraftRequest, PrefillOutput
@@ -79,7 +79,7 @@ def llamagen_head(state: dict[str, Tensor], tokens: Tensor, features: Tensor) ->
 
 def opened(drafter: Eagle, case: Case) -> tuple[EagleSession, PrefillOutput]:
     size = case.model.sizes[0]
-    prompt, layout = case.model.prompt("a red fox", None, size), case.model.layout(size)
+    prompt, layout = case.model.make_prompt("a red fox", None, size), case.model.make_layout(size)
     prefill = case.model.target.open([prompt], layout, guidance=1.0).prefill
     session = drafter.open([prompt], layout, prefill, guidance=1.0)
     noise_window = Sampler(layout, [0], temperature=0).noise_window(torch.tensor([layout.start]), 1)
@@ -105,7 +105,7 @@ def test_heads_follow_their_formulas(request: pytest.FixtureRequest, tmp_path: P
     drafter = open_drafter(tmp_path, case.model.target)
     assert isinstance(drafter, PaddedEagle) == (name == "t2i") and isinstance(drafter, Eagle)
     session, prefill = opened(drafter, case)
-    root = torch.tensor([case.model.layout(case.model.sizes[0]).codes[11]])
+    root = torch.tensor([case.model.make_layout(case.model.sizes[0]).codes[11]])
     features = prefill.features[0]
     if name == "t2i":
         features = torch.cat([torch.zeros(120 - features.shape[0], features.shape[1]), features])
@@ -177,14 +177,14 @@ def test_nearest_codes_from_the_table_or_the_codebook(tmp_path: Path) -> None:
     """LANTERN's table: every other code by distance, uint16, nearest first, the code itself left out."""
     codebook = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
     order = torch.cdist(codebook, codebook).fill_diagonal_(torch.inf).argsort(1)[:, :31]
-    computed = nearest_codes(codebook, 5)
+    computed = load_nearest_codes(codebook, 5)
     assert torch.equal(computed, order[:, :5])
     table = order.numpy().astype(np.uint16)
     table[0, :2] = table[0, 1::-1]  # so that reading can be told from computing
     np.save(tmp_path / "top_31_indices.npy", table)
-    read = nearest_codes(codebook, 5, tmp_path)
+    read = load_nearest_codes(codebook, 5, tmp_path)
     assert torch.equal(read[1:], computed[1:]) and not torch.equal(read[0], computed[0])
-    assert nearest_codes(codebook, 5, tmp_path).dtype == torch.int64
+    assert load_nearest_codes(codebook, 5, tmp_path).dtype == torch.int64
 
 
 @pytest.mark.parametrize("damage", ["shape", "values", "bytes"])
@@ -195,18 +195,18 @@ def test_damaged_tables(tmp_path: Path, damage: str) -> None:
     if damage == "bytes":
         path.write_bytes(path.read_bytes()[:20])
     with pytest.raises(CheckpointError, match=r"top_7_indices\.npy .*(delete|outside)"):
-        nearest_codes(codebook, 5, tmp_path)
+        load_nearest_codes(codebook, 5, tmp_path)
 
 
 def test_a_head_from_the_hubs_cache(tmp_path: Path, anole: Case) -> None:
     """Offline, from what was fetched before."""
-    from underdraw.models.checkpoint import Hub
+    from underdraw.models.checkpoint import HubOptions
 
     snapshot = tmp_path / "models--jadohu--anole_drafter" / "snapshots" / ("0" * 40)
     published.drafter(snapshot, "anole")
     (tmp_path / "models--jadohu--anole_drafter" / "refs").mkdir()
     (tmp_path / "models--jadohu--anole_drafter" / "refs" / "main").write_text("0" * 40)
-    hub = Hub(cache_dir=str(tmp_path), local_files_only=True)
+    hub = HubOptions(cache_dir=str(tmp_path), local_files_only=True)
     assert isinstance(open_drafter("jadohu/anole_drafter", anole.model.target, hub), Eagle)
     shutil.rmtree(snapshot)
     with pytest.raises(CheckpointError, match="jadohu/anole_drafter could not be fetched"):
@@ -232,4 +232,6 @@ def test_lantern_reads_the_table_beside_the_head(tmp_path: Path, t2i: Case) -> N
     assert isinstance(verifier, Lantern) and verifier.neighbours is not None
     assert verifier.neighbours[5].tolist() == [6, 7, 8]
     without = Pipeline(t2i.model, drafter="jacobi", verifier="lantern:k=3").verifier
-    assert isinstance(without, Lantern) and torch.equal(without.neighbours, nearest_codes(t2i.model.images.codebook, 3))
+    assert isinstance(without, Lantern) and torch.equal(
+        without.neighbours, load_nearest_codes(t2i.model.image_tokenizer.codebook, 3)
+    )

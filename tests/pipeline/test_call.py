@@ -142,7 +142,7 @@ def test_another_type(pipe: Pipeline) -> None:
         ({"temperature": -1}, "temperature"),
         ({"guidance_scale": float("nan")}, "guidance"),
         ({"top_p": 0}, "top_p"),
-        ({"height": 7}, "cannot draw 7x12"),
+        ({"height": 7}, "cannot generate 7x12"),
     ],
 )
 def test_bad_calls(pipe: Pipeline, arguments: dict[str, Any], says: str) -> None:

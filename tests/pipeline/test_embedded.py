@@ -32,7 +32,7 @@ def begun(pipe: Pipeline, passes: int) -> list[int]:
 def test_it_loads_by_its_name(tiny: Pipeline) -> None:
     assert tiny.model.name == "tiny" and str(tiny.model.sizes[0]) == "192x192"
     assert tiny.drafter_name == "jacobi"  # the fastest here
-    assert [path.name for path in tiny.model.drafters] == ["drafter-eagle"]
+    assert [path.name for path in tiny.model.drafter_folders] == ["drafter-eagle"]
 
 
 def test_it_is_small() -> None:

@@ -25,7 +25,7 @@ from underdraw.drafters.loading import load_drafter
 from underdraw.errors import CheckpointError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import open_checkpoint
-from underdraw.models.loading import load_model, placement
+from underdraw.models.loading import load_model, resolve_placement
 from underdraw.nn.weights import load_weights
 from underdraw.policies.fixed import Chain
 from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, VerifiedStep
@@ -173,8 +173,8 @@ def test_kept_features_are_what_the_target_would_give(small_model: Path, samples
     shutil.copytree(samples, kept)
     options = options_of(small_model, kept, tmp_path / "drafter", "block")
     assert call(*options, "--seconds", "0.2", "--keep-features").code == 0
-    own, model = Samples.load(kept), load_model(open_checkpoint(small_model), placement("cpu", "auto"))
-    teacher = Teacher(model.target, model.layout(model.sizes[0]))
+    own, model = Samples.load(kept), load_model(open_checkpoint(small_model), resolve_placement("cpu", "auto"))
+    teacher = Teacher(model.target, model.make_layout(model.sizes[0]))
     rows = kept_features(own, 1, torch.device("cpu"))
     assert rows is not None
     now = teacher.rows(prompts_of(model, own.texts[2:4]), own.tokens[2:4])
@@ -196,12 +196,15 @@ def test_pictures_become_samples(small_model: Path, tmp_path: Path) -> None:
     assert call(*drawn, "-o", tmp_path / "pictures").code == 0
     options = ["--model", str(small_model), "--images", str(tmp_path / "pictures"), "--out", str(tmp_path / "samples")]
     assert call("train", "samples", *options).code == 0
-    own, model = Samples.load(tmp_path / "samples"), load_model(open_checkpoint(small_model), placement("cpu", "auto"))
+    own, model = (
+        Samples.load(tmp_path / "samples"),
+        load_model(open_checkpoint(small_model), resolve_placement("cpu", "auto")),
+    )
     assert own.texts == ("a red fox", "a fox")
-    layout = model.layout(model.sizes[0])
+    layout = model.make_layout(model.sizes[0])
     first = np.asarray(PIL.Image.open(sorted((tmp_path / "pictures").glob("*.png"))[0]), dtype=np.float32)
     pixels = torch.from_numpy(first / 127.5 - 1).permute(2, 0, 1)[None]
-    assert torch.equal(layout.grid(own.tokens[:1]), model.images.encode(pixels))
+    assert torch.equal(layout.grid(own.tokens[:1]), model.image_tokenizer.encode(pixels))
 
 
 def test_rasters_are_the_inverse_of_grids() -> None:

@@ -144,17 +144,17 @@ def losses(model: LoadedModel, pack: Pack, count: int, seed: int = 1) -> dict[st
 
 
 def _loss(model: LoadedModel, pack: Pack, split: Split, count: int, seed: int) -> dict[str, float]:
-    device, cell = model.placement.device, model.images.downsample
+    device, cell = model.placement.device, model.image_tokenizer.downsample
     composer = Composer(pack, split, Recipe(), cell)
     scenes = composer.draw(count, np.random.default_rng(seed))
     used = np.unique(np.concatenate([scenes.rows.ravel(), scenes.backdrop]))
     pixels = Painter(pack, device, used[used >= 0], cell).paint(scenes)
     texts = [shortened(model, text) for text in composer.captions(scenes)]
-    teacher = Teacher(model.target, model.layout(model.sizes[0]), 2)
+    teacher = Teacher(model.target, model.make_layout(model.sizes[0]), 2)
     layout = teacher.layout
     total = {"loss": 0.0, "without_caption": 0.0}
     for start in range(0, count, BATCH):
-        codes = torch.cat([model.images.encode(one) for one in pixels[start : start + BATCH].split(1)])
+        codes = torch.cat([model.image_tokenizer.encode(one) for one in pixels[start : start + BATCH].split(1)])
         lesson = teacher.lesson(prompts_of(model, texts[start : start + BATCH]), raster_of(layout, codes))
         steps = torch.arange(layout.start, layout.stop, device=device)
         steps = steps[~layout.is_row_end(steps)].expand(len(codes), -1)

@@ -99,7 +99,7 @@ class Bench:
             if own.graphs is not None:  # every method comes back to its own buffers and captured passes
                 own.graphs.most = 2 * len(methods) * len(plan.temperatures)
         for text in plan.prompts:
-            pipe.model.check(text)
+            pipe.model.check_prompt(text)
         for method in methods:
             for temperature in plan.temperatures:
                 self._ready(method)
@@ -120,7 +120,13 @@ class Bench:
         pipe = self.pipes[method.drafter]
         proposal: Any = None if method.proposal == "auto" else method.proposal
         try:
-            check(pipe.verifier, proposal, [pipe.model.prompt(job.prompts[0], None, job.size)], pipe.sampler(job), 1.0)
+            check(
+                pipe.verifier,
+                proposal,
+                [pipe.model.make_prompt(job.prompts[0], None, job.size)],
+                pipe.sampler(job),
+                1.0,
+            )
         except ConfigError as error:
             raise ConfigError(f"method {method.name!r}: {error}") from None
 
@@ -132,7 +138,7 @@ class Bench:
         """Draw a picture, or its first few passes."""
         pipe = self._ready(method)
         job, timed = self._job(method, key), self.timed[method.drafter]
-        history, timed.clock.seconds = History(pipe.model.layout(job.size)), 0.0
+        history, timed.clock.seconds = History(pipe.model.make_layout(job.size)), 0.0
         steps = pipe.decode(job, [history], timed, token_stats)
         memory = Memory(pipe.device)
         plans, spent = [], []
@@ -267,9 +273,9 @@ class Bench:
 
 def _drafting(pipe: Pipeline, name: str) -> Pipeline:
     """The pipeline with another drafter; "trained" is the model's own, where it has one."""
-    if name == "auto" or (name == "trained" and not pipe.model.drafters):
+    if name == "auto" or (name == "trained" and not pipe.model.drafter_folders):
         return pipe
-    return Pipeline(pipe.model, drafter=pipe.model.drafters[0].name if name == "trained" else name)
+    return Pipeline(pipe.model, drafter=pipe.model.drafter_folders[0].name if name == "trained" else name)
 
 
 def _mean(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

@@ -147,12 +147,12 @@ def bench(
     from underdraw.pipeline import Pipeline
 
     if named is not None and wanted.drafter == "trained" and own == "auto":
-        if not pipe.model.drafters:
+        if not pipe.model.drafter_folders:
             raise ConfigError(
                 f"{pipe.model.name} has no drafter of its own, which {named} is about; name one with --drafter FOLDER, "
                 "or --drafter neighbour, which needs no weights."
             )
-        pipe = Pipeline(pipe.model, drafter=pipe.model.drafters[0].name)  # even if auto is another one
+        pipe = Pipeline(pipe.model, drafter=pipe.model.drafter_folders[0].name)  # even if auto is another one
 
     texts = _readable(pipe, texts, overlong, limit or wanted.prompts)
     plan = Plan(wanted.methods, tuple(temperature or wanted.temperatures), texts, repeats, seed, wanted.name or None)
@@ -180,7 +180,7 @@ def _readable(pipe: Pipeline, texts: list[str], overlong: str, limit: int | None
         if len(kept) == limit:
             break
         try:
-            pipe.model.check(text)
+            pipe.model.check_prompt(text)
             kept.append(text)
         except UnderdrawError as error:
             if overlong == "refuse":

@@ -94,10 +94,10 @@ def engine(
     from underdraw.bench.engine import EngineBenchConfig, measure
     from underdraw.bench.results import write_json
     from underdraw.engine.cuda_graphs import make_graph_cache
-    from underdraw.models.loading import placement
+    from underdraw.models.loading import resolve_placement
     from underdraw.nn.layer_functions import PLAIN
 
-    place = placement(device, dtype)
+    place = resolve_placement(device, dtype)
     graphs = make_graph_cache(place.device, compile)
     mode: Any = "off" if graphs is None else "capture" if graphs.regions is PLAIN else "on"
     if tune and mode != "on":

@@ -16,7 +16,12 @@ def loaded(pipe: Pipeline, seconds: float) -> dict[str, Any]:
     """Seconds and bytes of loading. What the process holds at its peak counts mapped files, which cost no memory."""
     import torch
 
-    parts = (pipe.model.target.net, pipe.model.target.projection, pipe.model.images, getattr(pipe.drafter, "net", None))
+    parts = (
+        pipe.model.target.net,
+        pipe.model.target.projection,
+        pipe.model.image_tokenizer,
+        getattr(pipe.drafter, "net", None),
+    )
     weights = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for part in parts

@@ -54,12 +54,12 @@ def draw_many(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
     seed = task.seed if task.seed is not None else known.get("seed", secrets.randbelow(2**31))
     job = pipe.job(task.prompts[0], seed=seed, **sampling.arguments())
     if job.negative is not None:
-        pipe.model.check(job.negative)
+        pipe.model.check_prompt(job.negative)
     items, skipped = _items(pipe, task, seed)
     manifest.open(_settings(pipe, task, job, seed), "anew" if task.force else "resume")
     todo = [item for item in items if item.index not in manifest.rows]
     run = Run(pipe, task, sampling, job, manifest)
-    total = work(pipe.model.layout(job.size)) * len(todo) * (1 + task.compare)
+    total = work(pipe.model.make_layout(job.size)) * len(todo) * (1 + task.compare)
     try:
         with progress(total, silent=task.silent) as advance:
             for start in range(0, len(todo), task.batch):
@@ -84,7 +84,7 @@ def _items(pipe: Pipeline, task: Task, seed: int) -> tuple[list[Item], int]:
     items, skipped = [], 0
     for number, text in enumerate(task.prompts):
         try:
-            pipe.model.check(text)
+            pipe.model.check_prompt(text)
         except ConfigError as error:
             if task.overlong == "refuse":
                 raise ConfigError(f"prompt {number + 1}: {error} Or leave such prompts out: --overlong skip.") from None

@@ -22,9 +22,9 @@ def models(ctx: typer.Context, json: Json = False) -> None:
     """List the families of models, their published checkpoints, licences and drafters."""
     if ctx.invoked_subcommand is not None:
         return
-    from underdraw.models.inspect import known_families
+    from underdraw.models.inspect import list_families
 
-    found = known_families()
+    found = list_families()
     if json:
         print(serial.dumps({"families": found}))
         return

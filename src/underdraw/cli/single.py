@@ -25,7 +25,7 @@ def draw_one(pipe: Pipeline, task: Task, sampling: Sampling, load_seconds: float
     path = task.file(seed)
     check_output(path, task.force)
     arguments: dict[str, Any] = {"prompt": task.prompts, "seed": seed, **sampling.arguments()}
-    total = work(pipe.model.layout(job.size))
+    total = work(pipe.model.make_layout(job.size))
     out, steps = _draw(pipe, task, total, "", token_stats="skip" if task.heatmap is None else "keep", **arguments)
     record: dict[str, Any] = {
         "prompt": task.prompts[0], "seed": seed, "model": pipe.model.name, "out": str(path), **figures(out.stats),

@@ -81,7 +81,7 @@ def statistics(
     pictures = None if pack is None else Pictures(pack)
     pipe = Parts(model, drafter, tree, "exact", device, dtype).load(quiet=json or quiet)
     for text in texts:
-        pipe.model.check(text)
+        pipe.model.check_prompt(text)
     asked = tuple(temperature or (1.0, 0.0))
     hidden = json or quiet or not sys.stderr.isatty()
     with tqdm(total=len(texts) * len(asked), unit="image", file=sys.stderr, disable=hidden, leave=False) as bar:

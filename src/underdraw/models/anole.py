@@ -15,13 +15,13 @@ from underdraw.models.chameleon import (
 )
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import (
-    Description,
     Family,
     ImageSize,
     LoadedModel,
+    ModelSpec,
     Placement,
     PublishedCheckpoint,
-    PublishedHead,
+    PublishedDrafter,
     SamplingDefaults,
 )
 from underdraw.models.lumina import is_lumina
@@ -30,24 +30,24 @@ from underdraw.protocols import Prompt
 DOWNSAMPLE = 16
 
 
-def recognise(checkpoint: Checkpoint) -> bool:
+def matches(checkpoint: Checkpoint) -> bool:
     return is_chameleon(checkpoint.config) and not is_lumina(checkpoint.config)
 
 
-def describe(checkpoint: Checkpoint) -> Description:
+def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     side = int((checkpoint.config.get("vq_config") or {}).get("resolution", 512))
-    return Description(
+    return ModelSpec(
         arch=chameleon_arch(checkpoint),
-        settings=SamplingDefaults(guidance=3.0, top_k=2000),
+        defaults=SamplingDefaults(guidance=3.0, top_k=2000),
         sizes=(ImageSize(side, side),),
-        layout=lambda size: Layout(size.height // DOWNSAMPLE, size.width // DOWNSAMPLE, CODES),
+        make_layout=lambda size: Layout(size.height // DOWNSAMPLE, size.width // DOWNSAMPLE, CODES),
     )
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
-    known = describe(checkpoint)
+    spec = read_spec(checkpoint)
     encode = load_text(checkpoint)
-    target, images = load_chameleon(checkpoint, known, placement)
+    target, images = load_chameleon(checkpoint, spec, placement)
 
     def row(text: str) -> tuple[int, ...]:
         return (START, *encode(text), SEPARATOR, IMAGE_START)
@@ -55,15 +55,15 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     def prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
         return Prompt(row(text), (START, IMAGE_START) if negative is None else row(negative))
 
-    return known.model(FAMILY.name, checkpoint, target, images, prompt)
+    return spec.build(FAMILY.name, checkpoint, target, images, prompt)
 
 
 FAMILY = Family(
     name="anole",
     summary="Anole 7B in the layout of transformers' Chameleon: 512 px, 32x32 codes",
     published=(PublishedCheckpoint("leloy/Anole-7b-v0.1-hf", "apache-2.0", "with an image tokenizer of its own"),),
-    recognise=recognise,
+    matches=matches,
     load=load,
-    describe=describe,
-    drafters=(PublishedHead("jadohu/anole_drafter", 4096, 512),),
+    read_spec=read_spec,
+    drafters=(PublishedDrafter("jadohu/anole_drafter", 4096, 512),),
 )

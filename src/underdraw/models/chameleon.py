@@ -9,10 +9,10 @@ from typing import Any
 
 from underdraw.errors import CheckpointError
 from underdraw.models.checkpoint import FILES, Checkpoint
-from underdraw.models.family import Description, Placement
+from underdraw.models.family import ModelSpec, Placement
 from underdraw.models.transformers_layout import ROTARY, Encode, decoder_arch, text_encoder
-from underdraw.models.vqgan_checkpoint import CHAMELEON, load_vqgan, vqgan_slots
-from underdraw.models.weight_map import HF_DECODER, HF_QK_NORM, WeightRule, decoder_slots, fill, materialise
+from underdraw.models.vqgan_checkpoint import CHAMELEON, load_vqgan, vqgan_destinations
+from underdraw.models.weight_map import HF_DECODER, HF_QK_NORM, WeightRule, allocate, copy_weights, decoder_destinations
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.tokenizers.vqgan import VQGAN
@@ -60,19 +60,17 @@ def positions(checkpoint: Checkpoint) -> int:
     return int(checkpoint.config.get("max_position_embeddings", DEFAULTS["max_position_embeddings"]))
 
 
-def load_chameleon(
-    checkpoint: Checkpoint, description: Description, placement: Placement
-) -> tuple[DecoderTarget, VQGAN]:
+def load_chameleon(checkpoint: Checkpoint, spec: ModelSpec, placement: Placement) -> tuple[DecoderTarget, VQGAN]:
     """Decoder and image tokenizer, the latter from the same files where they hold its decoder."""
-    net = materialise(lambda: Transformer(description.arch), placement)
-    slots = {**decoder_slots(net, DECODER, "model."), **decoder_slots(net, [HEAD])}
+    net = allocate(lambda: Transformer(spec.arch), placement)
+    slots = {**decoder_destinations(net, DECODER, "model."), **decoder_destinations(net, [HEAD])}
     shapes = checkpoint.shapes()
     if f"{IMAGES}decoder.conv_in.weight" in shapes:
-        images, own = vqgan_slots(shapes, CHAMELEON, placement, IMAGES)
-        fill(checkpoint, {**slots, **own}, [ROTARY, IMAGES])
+        images, own = vqgan_destinations(shapes, CHAMELEON, placement, IMAGES)
+        copy_weights(checkpoint, {**slots, **own}, [ROTARY, IMAGES])
     else:
         images = load_images(checkpoint, placement)
-        fill(checkpoint, slots, [ROTARY, IMAGES])
+        copy_weights(checkpoint, slots, [ROTARY, IMAGES])
     return DecoderTarget(net, positions=positions(checkpoint)), images
 
 

@@ -33,7 +33,7 @@ _PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.ckpt", "*.yaml", "*.
 
 
 @dataclass(frozen=True, slots=True)
-class Hub:
+class HubOptions:
     """How to fetch what is not on disk."""
 
     revision: str | None = None
@@ -49,7 +49,7 @@ class Checkpoint:
     path: Path
     name: str
     config: dict[str, Any] = field(default_factory=dict)
-    hub: Hub = Hub()
+    hub: HubOptions = HubOptions()
 
     @property
     def folder(self) -> Path:
@@ -92,7 +92,7 @@ class Checkpoint:
                 f"names; and {error}"
             ) from error
 
-    def drafters(self) -> tuple[Path, ...]:
+    def drafter_folders(self) -> tuple[Path, ...]:
         """Folders beside the weights whose names begin with `drafter`."""
         return tuple(path for path in sorted(self.folder.glob("drafter*")) if path.is_dir())
 
@@ -197,15 +197,15 @@ def unwrapped(state: Any, path: Path) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def open_checkpoint(name: str | Path, hub: Hub | None = None) -> Checkpoint:
+def open_checkpoint(name: str | Path, hub: HubOptions | None = None) -> Checkpoint:
     """An embedded model by its name, a path, or an `owner/name` or `owner/name/file` of the hub."""
-    hub = hub or Hub()
+    hub = hub or HubOptions()
     text = str(name)
     if text in EMBEDDED:
         path = Path(str(files("underdraw") / "assets" / text))
     elif Path(text).expanduser().exists():
         path = Path(text).expanduser()
-    elif on_hub(text):
+    elif is_hub_id(text):
         path = fetch(text, hub)
     else:
         raise ConfigError(
@@ -215,7 +215,7 @@ def open_checkpoint(name: str | Path, hub: Hub | None = None) -> Checkpoint:
     return Checkpoint(path, text, read_json(path / "config.json") if (path / "config.json").exists() else {}, hub)
 
 
-def on_hub(name: str) -> bool:
+def is_hub_id(name: str) -> bool:
     """Whether a name has the form of the hub's: `owner/name`, or `owner/name/file` with a file of weights."""
     parts = name.split("/")
     if name.startswith((".", "/", "~")) or not all(parts):
@@ -234,7 +234,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return config
 
 
-def fetch(name: str, hub: Hub) -> Path:
+def fetch(name: str, hub: HubOptions) -> Path:
     """`owner/name` or `owner/name/file` of the hub, from its cache if it is there."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -15,16 +15,23 @@ from underdraw.errors import CheckpointError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import (
-    Description,
     Family,
     ImageSize,
     LoadedModel,
+    ModelSpec,
     Placement,
     PublishedCheckpoint,
     SamplingDefaults,
 )
 from underdraw.models.transformers_layout import ROTARY, decoder_arch, text_encoder
-from underdraw.models.weight_map import HF_DECODER, WeightRule, decoder_slots, fill, materialise, module_slots
+from underdraw.models.weight_map import (
+    HF_DECODER,
+    WeightRule,
+    allocate,
+    copy_weights,
+    decoder_destinations,
+    module_destinations,
+)
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Transformer
 from underdraw.protocols import Prompt
@@ -113,7 +120,7 @@ def tokens(config: Mapping[str, Any], count: int) -> Tokens:
     )
 
 
-def recognise(checkpoint: Checkpoint) -> bool:
+def matches(checkpoint: Checkpoint) -> bool:
     return checkpoint.config.get("model_type") == "emu3"
 
 
@@ -139,17 +146,17 @@ def sizes(area: int, side: int) -> tuple[ImageSize, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def describe(checkpoint: Checkpoint) -> Description:
+def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     config = checkpoint.config
     arch = decoder_arch(config.get("text_config") or {}, DEFAULTS, checkpoint.name)
     images = image_arch(config)
     ids = tokens(config, images.codes)
     side = images.downsample
-    return Description(
+    return ModelSpec(
         arch=replace(arch, outputs=ids.codes),
-        settings=SamplingDefaults(guidance=3.0, top_k=2048),
+        defaults=SamplingDefaults(guidance=3.0, top_k=2048),
         sizes=sizes(int(config.get("image_area", AREA)), side),
-        layout=lambda size: Layout(
+        make_layout=lambda size: Layout(
             size.height // side, size.width // side, ids.codes, row_end=ids.row_end,
             epilogue=(ids.frame_end, ids.image_end, ids.end),
         ),
@@ -157,15 +164,18 @@ def describe(checkpoint: Checkpoint) -> Description:
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
-    known, shapes = describe(checkpoint), checkpoint.shapes()
+    spec, shapes = read_spec(checkpoint), checkpoint.shapes()
     encode = text_encoder(checkpoint.file("tokenizer.json"))
     version = next((v for v in VERSIONS if f"{v.decoder}norm.weight" in shapes), VERSIONS[0])
-    net = materialise(lambda: Transformer(known.arch), placement)
+    net = allocate(lambda: Transformer(spec.arch), placement)
     arch = image_arch(checkpoint.config)
-    images = materialise(lambda: VideoVQ(arch), Placement(placement.device, torch.float32))
-    slots = {**decoder_slots(net, HF_DECODER, version.decoder), **decoder_slots(net, [HEAD], version.head)}
-    own = {name: slot for name, slot in module_slots(images, version.images).items() if slot.into.ndim}
-    fill(checkpoint, {**slots, **own}, [ROTARY, r".*\.num_batches_tracked$"])
+    images = allocate(lambda: VideoVQ(arch), Placement(placement.device, torch.float32))
+    slots = {
+        **decoder_destinations(net, HF_DECODER, version.decoder),
+        **decoder_destinations(net, [HEAD], version.head),
+    }
+    own = {name: slot for name, slot in module_destinations(images, version.images).items() if slot.into.ndim}
+    copy_weights(checkpoint, {**slots, **own}, [ROTARY, r".*\.num_batches_tracked$"])
     ids = tokens(checkpoint.config, arch.codes)
     positions = int({**DEFAULTS, **(checkpoint.config.get("text_config") or {})}["max_position_embeddings"])
 
@@ -176,7 +186,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     def prompt(text: str, negative: str | None, size: ImageSize) -> Prompt:
         return Prompt(row(text, size), row(NEGATIVE if negative is None else negative, size))
 
-    return known.model(FAMILY.name, checkpoint, DecoderTarget(net, positions=positions), images, prompt)
+    return spec.build(FAMILY.name, checkpoint, DecoderTarget(net, positions=positions), images, prompt)
 
 
 FAMILY = Family(
@@ -186,7 +196,7 @@ FAMILY = Family(
         PublishedCheckpoint("Emu3-community/Emu3-Gen-hf", "apache-2.0"),
         PublishedCheckpoint("BAAI/Emu3-Gen-hf", "apache-2.0"),
     ),
-    recognise=recognise,
+    matches=matches,
     load=load,
-    describe=describe,
+    read_spec=read_spec,
 )

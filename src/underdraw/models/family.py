@@ -1,20 +1,29 @@
-"""What a family is, and what a checkpoint becomes when its family has loaded it.
+"""The interface between a model family and the rest of the package. Code above this folder never names a family.
 
-A family is one file of this folder: data and a few functions. `recognise` says whether a checkpoint is one of its own,
-`load` makes a `LoadedModel` of it. Nothing above this folder knows which family it is dealing with.
+To add a family, write one module with four things:
+
+1. `matches(checkpoint) -> bool`: whether the checkpoint belongs to the family, from its config.json or tensor names.
+2. `read_spec(checkpoint) -> ModelSpec`: decoder architecture, image sizes, token layout and sampling defaults, from
+   the configuration alone.
+3. `load(checkpoint, placement) -> LoadedModel`: allocate the decoder, copy the weights by `WeightRule`s, and build the
+   image tokenizer and the function that turns text into prompt tokens.
+4. `FAMILY = Family(...)`: a name, a summary, the published checkpoints, and the three functions.
+
+Then register `FAMILY` under the entry point group `underdraw.family` of your package (or in `registry.families`).
+docs/models.md has a complete example of 60 lines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.models.checkpoint import Checkpoint, Hub
+from underdraw.models.checkpoint import Checkpoint, HubOptions
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import ImageTokenizer, Prompt
@@ -22,7 +31,7 @@ from underdraw.protocols import ImageTokenizer, Prompt
 
 @dataclass(frozen=True, slots=True)
 class PublishedCheckpoint:
-    """A checkpoint that its authors have published."""
+    """A checkpoint on the Hugging Face hub (or in the package) that the family loads."""
 
     id: str
     licence: str
@@ -30,17 +39,17 @@ class PublishedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedHead:
-    """A published drafter, and the width and picture size of the model that it was trained for."""
+class PublishedDrafter:
+    """A drafter on the Hugging Face hub, with the hidden size and image side of the target it was trained for."""
 
     id: str
-    dim: int
-    side: int
+    hidden_size: int
+    image_side: int  # pixels
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """How a family's authors draw with it; every one of these can be overridden in a call."""
+    """The sampling parameters of the family's authors; a call may override each of them."""
 
     guidance: float
     temperature: float = 1.0
@@ -50,7 +59,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ImageSize:
-    """Height and width of a picture, in pixels."""
+    """Height and width of an image in pixels."""
 
     height: int
     width: int
@@ -61,92 +70,100 @@ class ImageSize:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where weights go, and as what."""
+    """Device and dtype of the weights."""
 
     device: torch.device
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
-    """What a checkpoint's configuration says of it, before any weight is read."""
+class ModelSpec:
+    """What a checkpoint's configuration says about the model; no weights are read for it."""
 
     arch: Arch
-    settings: SamplingDefaults
-    sizes: tuple[ImageSize, ...]  # the first one is the default
-    layout: Callable[[ImageSize], Layout]
+    defaults: SamplingDefaults
+    sizes: tuple[ImageSize, ...]  # the first is the default
+    make_layout: Callable[[ImageSize], Layout]
 
-    def model(
-        self, family: str, checkpoint: Checkpoint, target: DecoderTarget, images: ImageTokenizer, prompt: MakePrompt
+    def build(
+        self,
+        family: str,
+        checkpoint: Checkpoint,
+        target: DecoderTarget,
+        image_tokenizer: ImageTokenizer,
+        make_prompt: MakePrompt,
     ) -> LoadedModel:
-        """The checkpoint as a model, once its parts are loaded."""
+        """Combine the spec with the loaded parts."""
         return LoadedModel(
             family=family,
             name=checkpoint.name,
             target=target,
-            images=images,
-            settings=self.settings,
+            image_tokenizer=image_tokenizer,
+            defaults=self.defaults,
             sizes=self.sizes,
-            layout=self.layout,
-            prompt=prompt,
-            drafters=checkpoint.drafters(),
-            source=checkpoint.path,
+            make_layout=self.make_layout,
+            make_prompt=make_prompt,
+            drafter_folders=checkpoint.drafter_folders(),
+            path=checkpoint.path,
             hub=checkpoint.hub,
         )
 
 
 MakePrompt = Callable[[str, str | None, ImageSize], Prompt]
-"""A family's way from words to the rows before the image: text, negative text for the unconditional row, size."""
+"""(text, negative text or None, image size) -> the tokens or features before the image, for both guidance rows."""
 
 
-def _reads_everything(_: str) -> None:
-    """The check of families that cut long prompts, as their authors do."""
+def _accept_any_prompt(_: str) -> None:
+    """The default `check_prompt`: most families truncate long prompts, as their authors do."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A loaded checkpoint: everything that drawing with it takes."""
+    """A loaded checkpoint: everything the pipeline needs to generate images with it."""
 
     family: str
-    name: str  # what the user called it
+    name: str  # as the user gave it
     target: DecoderTarget
-    images: ImageTokenizer
-    settings: SamplingDefaults
-    sizes: tuple[ImageSize, ...]  # the first one is the default
-    layout: Callable[[ImageSize], Layout]
-    prompt: MakePrompt
-    check: Callable[[str], None] = _reads_everything  # refuses words that it cannot read, without encoding them
-    drafters: Sequence[Path] = ()  # folders of the drafters that came with it, best first
-    source: Path | None = field(default=None)  # the files it was loaded from
-    hub: Hub = Hub()  # how to fetch what belongs to it, such as drafters
+    image_tokenizer: ImageTokenizer
+    defaults: SamplingDefaults
+    sizes: tuple[ImageSize, ...]  # the first is the default
+    make_layout: Callable[[ImageSize], Layout]
+    make_prompt: MakePrompt
+    check_prompt: Callable[[str], None] = _accept_any_prompt  # raises ConfigError, without running a text encoder
+    drafter_folders: Sequence[Path] = ()  # drafters shipped with the checkpoint, the preferred one first
+    path: Path | None = None  # file or folder it was loaded from
+    hub: HubOptions = HubOptions()  # used to download drafters
 
     @property
     def placement(self) -> Placement:
         weight = self.target.net.head.weight
         return Placement(weight.device, weight.dtype)
 
-    def size(self, height: int | None, width: int | None) -> ImageSize:
-        """The size that was asked for, if the family can draw it."""
+    def resolve_size(self, height: int | None, width: int | None) -> ImageSize:
+        """Return the first supported size with this height and width, where None means any."""
         default = self.sizes[0]
         if height is None and width is None:
             return default
-        given = [s for s in self.sizes if height in (None, s.height) and width in (None, s.width)]
-        if not given:
-            asked = f"{default.height if height is None else height}x{default.width if width is None else width}"
-            raise ConfigError(
-                f"{self.name} cannot draw {asked} (height x width) pixels; use {', '.join(map(str, self.sizes))}."
+        candidates = [size for size in self.sizes if height in (None, size.height) and width in (None, size.width)]
+        if not candidates:
+            requested = ImageSize(
+                default.height if height is None else height, default.width if width is None else width
             )
-        return given[0]
+            raise ConfigError(
+                f"{self.name} cannot generate {requested} (height x width) pixels; "
+                f"use {', '.join(map(str, self.sizes))}."
+            )
+        return candidates[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One kind of checkpoint."""
+    """One kind of checkpoint, and how to load it."""
 
     name: str
-    summary: str
+    summary: str  # one line for `underdraw models`
     published: tuple[PublishedCheckpoint, ...]
-    recognise: Callable[[Checkpoint], bool]
+    matches: Callable[[Checkpoint], bool]
     load: Callable[[Checkpoint, Placement], LoadedModel]
-    describe: Callable[[Checkpoint], Description] | None = None
-    drafters: tuple[PublishedHead, ...] = ()
+    read_spec: Callable[[Checkpoint], ModelSpec] | None = None  # None: the model is small, load it to inspect it
+    drafters: tuple[PublishedDrafter, ...] = ()

@@ -13,7 +13,7 @@ import torch
 
 from underdraw.errors import UnsupportedError
 from underdraw.models.checkpoint import WEIGHTS, Checkpoint, tensor_shapes
-from underdraw.models.family import Description, Family, Placement
+from underdraw.models.family import Family, ModelSpec, Placement
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.registry import families
 
@@ -49,7 +49,7 @@ class Report:
         return asdict(self)
 
 
-def known_families() -> list[dict[str, Any]]:
+def list_families() -> list[dict[str, Any]]:
     """Every family with its published checkpoints and drafters."""
     found = []
     for name in families.names():
@@ -71,7 +71,7 @@ def inspect(checkpoint: Checkpoint) -> Report:
     if part is not None:
         return part
     every: list[Family] = [families.get(name) for name in families.names()]  # type: ignore[misc]
-    family = next((family for family in every if family.recognise(checkpoint)), None)
+    family = next((family for family in every if family.matches(checkpoint)), None)
     if family is None:
         raise UnsupportedError(
             f"{checkpoint.name} is nothing that underdraw knows: no model of {', '.join(families.names())}, "
@@ -79,15 +79,17 @@ def inspect(checkpoint: Checkpoint) -> Report:
         )
     known = _description(family, checkpoint)
     size = known.sizes[0]
-    local = [f"drafter {path.name} beside the weights" for path in checkpoint.drafters()]
-    heads = [head.id for head in family.drafters if (head.dim, head.side) == (known.arch.dim, size.height)]
+    local = [f"drafter {path.name} beside the weights" for path in checkpoint.drafter_folders()]
+    heads = [
+        head.id for head in family.drafters if (head.hidden_size, head.image_side) == (known.arch.dim, size.height)
+    ]
     return Report(
         name=checkpoint.name,
         kind="model",
         family=family.name,
         decoder=_decoder(known.arch),
         sizes=[str(size) for size in known.sizes],
-        settings=asdict(known.settings),
+        settings=asdict(known.defaults),
         memory=_memory(known),
         drafters=[*local, *heads] or ["jacobi"],
         note="" if local or heads else "no drafter was published for it; jacobi needs none",
@@ -113,11 +115,11 @@ def _part(checkpoint: Checkpoint) -> Report | None:
     return None
 
 
-def _description(family: Family, checkpoint: Checkpoint) -> Description:
-    if family.describe is not None:
-        return family.describe(checkpoint)
+def _description(family: Family, checkpoint: Checkpoint) -> ModelSpec:
+    if family.read_spec is not None:
+        return family.read_spec(checkpoint)
     model = family.load(checkpoint, Placement(torch.device("cpu"), torch.float32))  # small enough to ask the model
-    return Description(model.target.net.arch, model.settings, model.sizes, model.layout)
+    return ModelSpec(model.target.net.arch, model.defaults, model.sizes, model.make_layout)
 
 
 def _files(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -144,7 +146,7 @@ def _parameters(arch: Arch) -> int:
         return sum(parameter.numel() for parameter in Transformer(arch).parameters())
 
 
-def _memory(known: Description) -> dict[str, Memory]:
-    arch, places = known.arch, known.layout(known.sizes[0]).steps
+def _memory(known: ModelSpec) -> dict[str, Memory]:
+    arch, places = known.arch, known.make_layout(known.sizes[0]).steps
     numbers = 2 * arch.layers * arch.groups * arch.width * places * 2  # keys and values of two rows
     return {name: Memory(_parameters(arch) * size, numbers * size) for name, size in BYTES.items()}

@@ -17,18 +17,25 @@ from underdraw.errors import CheckpointError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import (
-    Description,
     Family,
     ImageSize,
     LoadedModel,
     MakePrompt,
+    ModelSpec,
     Placement,
     PublishedCheckpoint,
     SamplingDefaults,
 )
 from underdraw.models.transformers_layout import ROTARY, decoder_arch, special, text_encoder
-from underdraw.models.vqgan_checkpoint import JANUS, vqgan_slots
-from underdraw.models.weight_map import HF_DECODER, WeightRule, WeightSlot, decoder_slots, fill, materialise
+from underdraw.models.vqgan_checkpoint import JANUS, vqgan_destinations
+from underdraw.models.weight_map import (
+    HF_DECODER,
+    WeightDestination,
+    WeightRule,
+    allocate,
+    copy_weights,
+    decoder_destinations,
+)
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Transformer
 from underdraw.protocols import Prompt
@@ -59,11 +66,11 @@ _EMBEDDING, _ALIGNER, _HEAD = (
 )
 
 
-def recognise(checkpoint: Checkpoint) -> bool:
+def matches(checkpoint: Checkpoint) -> bool:
     return checkpoint.config.get("model_type") == "janus"
 
 
-def describe(checkpoint: Checkpoint) -> Description:
+def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     config, shapes = checkpoint.config, checkpoint.shapes()
     text = decoder_arch(config.get("text_config") or {}, DEFAULTS, checkpoint.name)
     for name in (_EMBEDDING, f"{_HEAD}proj_out.weight"):
@@ -73,11 +80,11 @@ def describe(checkpoint: Checkpoint) -> Description:
     vision = {"image_size": 384, "patch_size": 16, **(config.get("vision_config") or {})}
     side = int(vision["image_size"]) // int(vision["patch_size"])
     pixels = side * 2 ** (len((config.get("vq_config") or {}).get("channel_multiplier", range(5))) - 1)
-    return Description(
+    return ModelSpec(
         arch=replace(text, vocab=codes.stop, outputs=codes, head_hidden=shapes[f"{_HEAD}proj_out.weight"][0]),
-        settings=SamplingDefaults(guidance=5.0),
+        defaults=SamplingDefaults(guidance=5.0),
         sizes=(ImageSize(pixels, pixels),),
-        layout=lambda _: Layout(side, side, codes),
+        make_layout=lambda _: Layout(side, side, codes),
     )
 
 
@@ -89,12 +96,12 @@ class Aligner(nn.Module):
         self.codes = nn.Embedding(codes, code_dim)
         self.layers = nn.ModuleList(nn.Linear(code_dim if index == 0 else dim, dim) for index in range(layers))
 
-    def slots(self) -> dict[str, WeightSlot]:
+    def slots(self) -> dict[str, WeightDestination]:
         """Where the checkpoint's tensors go."""
-        found = {_EMBEDDING: WeightSlot(self.codes.weight.data)}
+        found = {_EMBEDDING: WeightDestination(self.codes.weight.data)}
         for index, layer in enumerate(self.layers):
             name = _ALIGNER + ("fc1" if index == 0 else f"hidden_layers.{index - 1}")
-            found |= {f"{name}.{which}": WeightSlot(value.data) for which, value in layer.named_parameters()}
+            found |= {f"{name}.{which}": WeightDestination(value.data) for which, value in layer.named_parameters()}
         return found
 
     def rows(self) -> Tensor:
@@ -106,19 +113,19 @@ class Aligner(nn.Module):
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
-    known, shapes = describe(checkpoint), checkpoint.shapes()
-    net = materialise(lambda: Transformer(known.arch), placement)
+    spec, shapes = read_spec(checkpoint), checkpoint.shapes()
+    net = allocate(lambda: Transformer(spec.arch), placement)
     codes, code_dim = shapes[_EMBEDDING]
-    text = known.arch.vocab - codes
+    text = spec.arch.vocab - codes
     layers = sum(name.startswith(_ALIGNER) and name.endswith(".weight") for name in shapes)
-    aligner = materialise(
-        lambda: Aligner(codes, code_dim, known.arch.dim, layers), Placement(placement.device, torch.float32)
+    aligner = allocate(
+        lambda: Aligner(codes, code_dim, spec.arch.dim, layers), Placement(placement.device, torch.float32)
     )
-    images, own = vqgan_slots(shapes, JANUS, placement, "model.vqmodel.")
-    slots = decoder_slots(net, DECODER, "model.language_model.", {"text": slice(0, text)})
-    fill(checkpoint, {**slots, **decoder_slots(net, HEAD, _HEAD), **aligner.slots(), **own}, IGNORED)
+    images, own = vqgan_destinations(shapes, JANUS, placement, "model.vqmodel.")
+    slots = decoder_destinations(net, DECODER, "model.language_model.", {"text": slice(0, text)})
+    copy_weights(checkpoint, {**slots, **decoder_destinations(net, HEAD, _HEAD), **aligner.slots(), **own}, IGNORED)
     net.embedding.weight.data[text:] = aligner.rows()
-    return known.model(
+    return spec.build(
         FAMILY.name, checkpoint, DecoderTarget(net, positions=_positions(checkpoint)), images, _prompt(checkpoint)
     )
 
@@ -157,7 +164,7 @@ FAMILY = Family(
         PublishedCheckpoint("deepseek-community/Janus-Pro-7B", "DeepSeek Model License"),
         PublishedCheckpoint("deepseek-community/Janus-Pro-1B", "DeepSeek Model License"),
     ),
-    recognise=recognise,
+    matches=matches,
     load=load,
-    describe=describe,
+    read_spec=read_spec,
 )

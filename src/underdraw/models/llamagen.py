@@ -20,14 +20,14 @@ from underdraw.errors import CheckpointError, ConfigError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint, tensor_shapes
 from underdraw.models.family import (
-    Description,
     Family,
     ImageSize,
     LoadedModel,
     MakePrompt,
+    ModelSpec,
     Placement,
     PublishedCheckpoint,
-    PublishedHead,
+    PublishedDrafter,
     SamplingDefaults,
 )
 from underdraw.models.imagenet_classes import check_class, class_of
@@ -36,11 +36,11 @@ from underdraw.models.transformers_layout import decoder_arch, square
 from underdraw.models.vqgan_checkpoint import LLAMAGEN, load_vqgan
 from underdraw.models.weight_map import (
     HF_DECODER,
+    WeightDestination,
     WeightRule,
-    WeightSlot,
-    decoder_slots,
-    fill,
-    materialise,
+    allocate,
+    copy_weights,
+    decoder_destinations,
     refuse_drafter,
 )
 from underdraw.nn.rope import Rope
@@ -113,7 +113,7 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
     return [path for path in sorted(checkpoint.path.glob("*.pt")) if not path.name.startswith("vq_")]
 
 
-def recognise(checkpoint: Checkpoint) -> bool:
+def matches(checkpoint: Checkpoint) -> bool:
     config = checkpoint.config
     if config:
         return config.get("model_type") == "llama" and ("caption_dim" in config or "cls_token_num" in config)
@@ -166,39 +166,39 @@ def _sides(own: Weights) -> Sequence[int]:
     return told[-1:] if told and told[-1] % CELL == 0 else SIDES
 
 
-def describe(checkpoint: Checkpoint) -> Description:
+def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     own = weights(checkpoint)
     arch = _arch(own)
     codes = arch.outputs or range(0)
-    return Description(
+    return ModelSpec(
         arch=arch,
-        settings=SamplingDefaults(guidance=4.0, top_k=2000)
+        defaults=SamplingDefaults(guidance=4.0, top_k=2000)
         if own.classes
         else SamplingDefaults(guidance=7.5, top_k=1000),
         sizes=tuple(ImageSize(side, side) for side in _sides(own)),
-        layout=lambda size: Layout(size.height // CELL, size.width // CELL, codes),
+        make_layout=lambda size: Layout(size.height // CELL, size.width // CELL, codes),
     )
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
-    known, own = describe(checkpoint), weights(checkpoint)
-    net = materialise(lambda: Transformer(known.arch), placement)
+    spec, own = read_spec(checkpoint), weights(checkpoint)
+    net = allocate(lambda: Transformer(spec.arch), placement)
     vocab = own.embedding[0]
-    rows = {"codes": slice(0, vocab), "classes": slice(vocab, known.arch.vocab)}
-    slots = decoder_slots(net, CONVERTED if own.converted else ORIGINAL, rows=rows)
+    rows = {"codes": slice(0, vocab), "classes": slice(vocab, spec.arch.vocab)}
+    slots = decoder_destinations(net, CONVERTED if own.converted else ORIGINAL, rows=rows)
     projection, make = None, _class_prompt(own, vocab)
     if own.classes:
-        slots |= decoder_slots(net, [CLASSES], own.prefix, rows)
+        slots |= decoder_destinations(net, [CLASSES], own.prefix, rows)
     else:
         projection, unconditional = _captions(own, placement)
         parameters = projection.state_dict()
-        slots |= {own.prefix + name: WeightSlot(parameters[into]) for name, into in _CAPTIONS.items()}
-        slots[own.prefix + _UNCONDITIONAL] = WeightSlot(unconditional)
+        slots |= {own.prefix + name: WeightDestination(parameters[into]) for name, into in _CAPTIONS.items()}
+        slots[own.prefix + _UNCONDITIONAL] = WeightDestination(unconditional)
         make = _text_prompt(checkpoint, placement, unconditional)
-    fill(own.checkpoint, slots, _STALE)
+    copy_weights(own.checkpoint, slots, _STALE)
     images = _images(checkpoint, "c2i" if own.classes else "t2i", placement)
-    model = known.model(FAMILY.name, checkpoint, DecoderTarget(net, projection), images, make)
-    return replace(model, check=partial(check_class, count=own.classes)) if own.classes else model
+    model = spec.build(FAMILY.name, checkpoint, DecoderTarget(net, projection), images, make)
+    return replace(model, check_prompt=partial(check_class, count=own.classes)) if own.classes else model
 
 
 def _captions(own: Weights, placement: Placement) -> tuple[nn.Module, Tensor]:
@@ -210,7 +210,7 @@ def _captions(own: Weights, placement: Placement) -> tuple[nn.Module, Tensor]:
             "it is incomplete."
         )
     dim, inputs = first
-    projection = materialise(
+    projection = allocate(
         lambda: nn.Sequential(
             Linear(inputs, dim, bias=False), nn.GELU(approximate="tanh"), Linear(dim, dim, bias=False)
         ),
@@ -268,11 +268,11 @@ FAMILY = Family(
             for name in ("c2i_B_256", "c2i_L_256", "c2i_B_384", "c2i_L_384", "c2i_XL_384", "c2i_XXL_384", "c2i_3B_384")
         ),
     ),
-    recognise=recognise,
+    matches=matches,
     load=load,
-    describe=describe,
+    read_spec=read_spec,
     drafters=(
-        PublishedHead("jadohu/llamagen_drafter", 1280, 256),
-        PublishedHead("jadohu/llamagen2_drafter", 1280, 512),
+        PublishedDrafter("jadohu/llamagen_drafter", 1280, 256),
+        PublishedDrafter("jadohu/llamagen2_drafter", 1280, 512),
     ),
 )

@@ -12,11 +12,13 @@ from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import Family, LoadedModel, Placement
 from underdraw.registry import families
 
-SETTINGS = "underdraw.json"  # beside a checkpoint's own files: which drafter, tree and verifier it was saved with
+SAVED_CHOICES_FILE = (
+    "underdraw.json"  # beside a checkpoint's own files: which drafter, tree and verifier it was saved with
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def placement(device: str | torch.device, dtype: str | torch.dtype) -> Placement:
+def resolve_placement(device: str | torch.device, dtype: str | torch.dtype) -> Placement:
     """`auto` is the first CUDA device if there is one, bfloat16 there and float32 on a CPU."""
     try:
         place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -38,11 +40,11 @@ def placement(device: str | torch.device, dtype: str | torch.dtype) -> Placement
     return Placement(place, DTYPES[dtype])
 
 
-def family_of(checkpoint: Checkpoint) -> Family:
+def detect_family(checkpoint: Checkpoint) -> Family:
     """The family that a checkpoint belongs to."""
     for name in families.names():
         family: Family = families.get(name)  # type: ignore[assignment]
-        if family.recognise(checkpoint):
+        if family.matches(checkpoint):
             return family
     kind = checkpoint.config.get("model_type", "no model_type")
     raise UnsupportedError(
@@ -52,7 +54,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 def load_model(checkpoint: Checkpoint, place: Placement) -> LoadedModel:
     """A checkpoint by its family. Files that are not what they should be become one sentence."""
-    family = family_of(checkpoint)
+    family = detect_family(checkpoint)
     try:
         return family.load(checkpoint, place)
     except torch.OutOfMemoryError as error:
@@ -66,9 +68,9 @@ def load_model(checkpoint: Checkpoint, place: Placement) -> LoadedModel:
         ) from error
 
 
-def saved_choice(path: Path) -> dict[str, str]:
+def read_saved_choices(path: Path) -> dict[str, str]:
     """The drafter, tree and verifier that a checkpoint was saved with, as far as it says."""
-    file = path / SETTINGS
+    file = path / SAVED_CHOICES_FILE
     if not path.is_dir() or not file.exists():
         return {}
     try:

@@ -20,10 +20,10 @@ from underdraw.models.chameleon import (
 )
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import (
-    Description,
     Family,
     ImageSize,
     LoadedModel,
+    ModelSpec,
     Placement,
     PublishedCheckpoint,
     SamplingDefaults,
@@ -42,7 +42,7 @@ def is_lumina(config: Mapping[str, Any]) -> bool:
     return is_chameleon(config) and ("mask_image_logits" in config or "XLLMX" in named or "dropout" in config)
 
 
-def recognise(checkpoint: Checkpoint) -> bool:
+def matches(checkpoint: Checkpoint) -> bool:
     return is_lumina(checkpoint.config)
 
 
@@ -79,19 +79,19 @@ def layout(size: ImageSize) -> Layout:
     )
 
 
-def describe(checkpoint: Checkpoint) -> Description:
-    return Description(
+def read_spec(checkpoint: Checkpoint) -> ModelSpec:
+    return ModelSpec(
         arch=chameleon_arch(checkpoint),
-        settings=SamplingDefaults(guidance=3.0, top_k=2000),
+        defaults=SamplingDefaults(guidance=3.0, top_k=2000),
         sizes=sizes(target_size(checkpoint)),
-        layout=layout,
+        make_layout=layout,
     )
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
-    known = describe(checkpoint)
+    spec = read_spec(checkpoint)
     encode = load_text(checkpoint)
-    target, images = load_chameleon(checkpoint, known, placement)
+    target, images = load_chameleon(checkpoint, spec, placement)
 
     def row(text: str, size: ImageSize) -> tuple[int, ...]:
         order = f"Generate an image of {size.width}x{size.height} according to the following prompt:\n{text}"
@@ -101,7 +101,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         # Without words the unconditional row starts at the image itself, which the layout's prologue opens.
         return Prompt(row(text, size), () if negative is None else row(negative, size))
 
-    return known.model(FAMILY.name, checkpoint, target, images, prompt)
+    return spec.build(FAMILY.name, checkpoint, target, images, prompt)
 
 
 FAMILY = Family(
@@ -115,7 +115,7 @@ FAMILY = Family(
         )
         for size in (768, 512, 1024)
     ),
-    recognise=recognise,
+    matches=matches,
     load=load,
-    describe=describe,
+    read_spec=read_spec,
 )

@@ -19,10 +19,17 @@ from underdraw.drafters.eagle import Eagle, EagleNet
 from underdraw.drafters.loading import load_drafter
 from underdraw.drafters.padded_eagle import PaddedEagle
 from underdraw.errors import CheckpointError, ConfigError
-from underdraw.models.checkpoint import Checkpoint, Hub, fetch, on_hub, read_json
+from underdraw.models.checkpoint import Checkpoint, HubOptions, fetch, is_hub_id, read_json
 from underdraw.models.family import Placement
 from underdraw.models.transformers_layout import ROTARY
-from underdraw.models.weight_map import HF_DECODER, HF_QK_NORM, WeightSlot, decoder_slots, fill, materialise
+from underdraw.models.weight_map import (
+    HF_DECODER,
+    HF_QK_NORM,
+    WeightDestination,
+    allocate,
+    copy_weights,
+    decoder_destinations,
+)
 from underdraw.nn.row_invariant import Linear
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch
@@ -31,35 +38,35 @@ from underdraw.verifiers.lantern import nearest
 _FIRST = "layers.0."
 
 
-def open_drafter(name: str | Path, target: DecoderTarget, hub: Hub | None = None) -> Eagle | BlockDrafter:
+def open_drafter(name: str | Path, target: DecoderTarget, hub: HubOptions | None = None) -> Eagle | BlockDrafter:
     """The drafter in a folder, or behind an `owner/name` of the hub, if it fits the target."""
-    folder = drafter_folder(name, hub)
+    folder = find_drafter_folder(name, hub)
     if (folder / "model-0.safetensors").exists():
         return load_drafter(folder, target)
-    return load_published(folder, target)
+    return load_lantern_head(folder, target)
 
 
-def drafter_folder(name: str | Path, hub: Hub | None = None) -> Path:
+def find_drafter_folder(name: str | Path, hub: HubOptions | None = None) -> Path:
     """A drafter's files, fetched if need be."""
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
-    if on_hub(str(name)):
-        return fetch(str(name), replace(hub or Hub(), revision=None))  # the revision is the model's
+    if is_hub_id(str(name)):
+        return fetch(str(name), replace(hub or HubOptions(), revision=None))  # the revision is the model's
     raise ConfigError(f"there is no drafter {str(name)!r}; give a folder or an owner/name of the Hugging Face hub.")
 
 
-def load_published(folder: Path, target: DecoderTarget) -> Eagle:
+def load_lantern_head(folder: Path, target: DecoderTarget) -> Eagle:
     """An EAGLE head in LANTERN's layout, on the target's device and in its type."""
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     checkpoint = Checkpoint(folder, str(folder), config)
     arch = _head_arch(checkpoint, target)
     weight = target.net.head.weight
-    net = materialise(
+    net = allocate(
         lambda: _headless(arch, bias="fc.bias" in checkpoint.shapes()), Placement(weight.device, weight.dtype)
     )
-    slots = decoder_slots(net.body, (*HF_DECODER, *(HF_QK_NORM if arch.qk_norm != "none" else ())))
-    slots |= {f"fc.{name}": WeightSlot(value.data) for name, value in net.fc.named_parameters()}
-    fill(checkpoint, slots, [ROTARY])
+    slots = decoder_destinations(net.body, (*HF_DECODER, *(HF_QK_NORM if arch.qk_norm != "none" else ())))
+    slots |= {f"fc.{name}": WeightDestination(value.data) for name, value in net.fc.named_parameters()}
+    copy_weights(checkpoint, slots, [ROTARY])
     if (upscale := float(config.get("embed_upscale", 1.0))) > 1:
         net.body.embedding.weight.data.mul_(upscale)
     net.body.head = target.net.head
@@ -101,7 +108,7 @@ def _head_arch(checkpoint: Checkpoint, target: DecoderTarget) -> Arch:
     )
 
 
-def nearest_codes(codebook: Tensor, k: int, folder: Path | None = None) -> Tensor:
+def load_nearest_codes(codebook: Tensor, k: int, folder: Path | None = None) -> Tensor:
     """The k nearest other codes of each code: LANTERN's table if the folder has it, else from the codebook (K, D)."""
     count = codebook.shape[0]
     path = None if folder is None else folder / f"top_{count - 1}_indices.npy"

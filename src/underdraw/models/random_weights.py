@@ -15,7 +15,7 @@ from underdraw.layout import Layout
 from underdraw.models import chameleon, emu3, janus, llamagen, lumina
 from underdraw.models.family import ImageSize, Placement
 from underdraw.models.transformers_layout import decoder_arch
-from underdraw.models.weight_map import materialise
+from underdraw.models.weight_map import allocate
 from underdraw.nn.rope import Rope
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
@@ -91,7 +91,7 @@ def shape(name: str) -> ModelShape:
 
 def random_target(arch: Arch, placement: Placement) -> DecoderTarget:
     """A decoder with random weights at the scale of trained ones."""
-    net = materialise(lambda: Transformer(arch), placement)
+    net = allocate(lambda: Transformer(arch), placement)
     randomise(net)
     return DecoderTarget(net)
 

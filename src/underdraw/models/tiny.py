@@ -31,7 +31,7 @@ def tiny_arch(text_size: int, codes: int, *, dim: int = 512, layers: int = 8) ->
     )  # fmt: skip
 
 
-def recognise(checkpoint: Checkpoint) -> bool:
+def matches(checkpoint: Checkpoint) -> bool:
     return checkpoint.config.get("model_type") == KIND
 
 
@@ -67,14 +67,14 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         family=FAMILY.name,
         name=checkpoint.name,
         target=DecoderTarget(net, image_offset=text.max_length),
-        images=images.eval().requires_grad_(False),
-        settings=SamplingDefaults(guidance=2.0, temperature=0.5),
+        image_tokenizer=images.eval().requires_grad_(False),
+        defaults=SamplingDefaults(guidance=2.0, temperature=0.5),
         sizes=(ImageSize(height * images.downsample, width * images.downsample),),
-        layout=lambda _: Layout(height, width, codes),
-        prompt=prompt,
-        check=check,
-        drafters=tuple(path.parent for path in sorted(folder.glob("drafter*/model-0.safetensors"))),
-        source=folder,
+        make_layout=lambda _: Layout(height, width, codes),
+        make_prompt=prompt,
+        check_prompt=check,
+        drafter_folders=tuple(path.parent for path in sorted(folder.glob("drafter*/model-0.safetensors"))),
+        path=folder,
     )
 
 
@@ -82,6 +82,6 @@ FAMILY = Family(
     name="tiny",
     summary="the embedded model: 29 M parameters, 192 px, 24x24 codes, emoji, portraits and landscapes",
     published=(PublishedCheckpoint("tiny", "CC-BY-4.0 AND CC0-1.0 AND MIT", "comes with the package"),),
-    recognise=recognise,
+    matches=matches,
     load=load,
 )

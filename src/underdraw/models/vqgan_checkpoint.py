@@ -14,7 +14,7 @@ import torch
 
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import Placement
-from underdraw.models.weight_map import WeightSlot, fill, materialise, module_slots
+from underdraw.models.weight_map import WeightDestination, allocate, copy_weights, module_destinations
 from underdraw.tokenizers.vqgan import VQGAN, VQArch
 
 _CODEBOOK = "quantize.embedding.weight"
@@ -50,16 +50,16 @@ LLAMAGEN = Naming(
 )
 
 
-def vqgan_slots(
+def vqgan_destinations(
     shapes: Mapping[str, torch.Size], naming: Naming, placement: Placement, prefix: str = ""
-) -> tuple[VQGAN, dict[str, WeightSlot]]:
+) -> tuple[VQGAN, dict[str, WeightDestination]]:
     """An empty tokenizer in float32 for the tensors of a file, and where they go."""
     arch = VQArch.of(lambda name: shapes.get(prefix + naming.published(name)), unit_codes=naming.unit_codes)
-    model = materialise(lambda: VQGAN(arch), Placement(placement.device, torch.float32))
+    model = allocate(lambda: VQGAN(arch), Placement(placement.device, torch.float32))
     # Every level but the last to run is followed by an upsampling: that tells in which order a file counts them.
     running = prefix + naming.published("decoder.up.0.upsample.conv.weight") in shapes
     levels = len(arch.widths) if running else 0
-    return model, module_slots(model, prefix, lambda name: naming.published(name, levels))
+    return model, module_destinations(model, prefix, lambda name: naming.published(name, levels))
 
 
 def load_vqgan(path: Path, naming: Naming, placement: Placement, ignored: Sequence[str] = ()) -> VQGAN:
@@ -67,6 +67,6 @@ def load_vqgan(path: Path, naming: Naming, placement: Placement, ignored: Sequen
     checkpoint = Checkpoint(path, str(path))
     shapes = checkpoint.shapes()
     prefix = next((name.removesuffix(_CODEBOOK) for name in shapes if name.endswith(_CODEBOOK)), "")
-    model, slots = vqgan_slots(shapes, naming, placement, prefix)
-    fill(checkpoint, slots, ignored)
+    model, slots = vqgan_destinations(shapes, naming, placement, prefix)
+    copy_weights(checkpoint, slots, ignored)
     return model

@@ -60,7 +60,7 @@ HF_QK_NORM = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSlot:
+class WeightDestination:
     """Where a tensor goes: a parameter or some of its rows, and which of its own rows are taken."""
 
     into: Tensor
@@ -81,9 +81,9 @@ def parts(arch: Arch) -> dict[str, slice]:
     }
 
 
-def decoder_slots(
+def decoder_destinations(
     net: Transformer, rules: Iterable[WeightRule], prefix: str = "", rows: Mapping[str, slice] | None = None
-) -> dict[str, WeightSlot]:
+) -> dict[str, WeightDestination]:
     """The rules written out for every layer of a decoder. `rows` are parts of the family's own."""
     known, own = {**parts(net.arch), **(rows or {})}, dict(net.named_parameters())
     slots = {}
@@ -92,18 +92,22 @@ def decoder_slots(
             if (name := rule.into.format(i=layer)) not in own:
                 continue  # a norm that this architecture does without
             into = own[name].data
-            slots[prefix + rule.name.format(i=layer)] = WeightSlot(
+            slots[prefix + rule.name.format(i=layer)] = WeightDestination(
                 into[known[rule.part]] if rule.part else into, known[rule.cut] if rule.cut else None
             )
     return slots
 
 
-def module_slots(module: nn.Module, prefix: str = "", rename: Callable[[str], str] = str) -> dict[str, WeightSlot]:
+def module_destinations(
+    module: nn.Module, prefix: str = "", rename: Callable[[str], str] = str
+) -> dict[str, WeightDestination]:
     """Every tensor of a module under its own name, or what `rename` makes of that, behind a prefix."""
-    return {prefix + rename(name): WeightSlot(tensor) for name, tensor in module.state_dict(keep_vars=False).items()}
+    return {
+        prefix + rename(name): WeightDestination(tensor) for name, tensor in module.state_dict(keep_vars=False).items()
+    }
 
 
-def materialise(make: Callable[[], M], placement: Placement) -> M:
+def allocate(make: Callable[[], M], placement: Placement) -> M:
     """An uninitialised module on its device, in its type, with its matrices as that device likes them."""
     with torch.device("meta"):
         module = make().to(placement.dtype)
@@ -112,7 +116,7 @@ def materialise(make: Callable[[], M], placement: Placement) -> M:
     return module.to_empty(device=placement.device).eval().requires_grad_(False)
 
 
-def fill(checkpoint: Checkpoint, slots: Mapping[str, WeightSlot], ignored: Sequence[str] = ()) -> None:
+def copy_weights(checkpoint: Checkpoint, slots: Mapping[str, WeightDestination], ignored: Sequence[str] = ()) -> None:
     """Copy a checkpoint into its slots; names that match an `ignored` pattern from their start on are passed over."""
     shapes = checkpoint.shapes()
     missing = [name for name in slots if name not in shapes]

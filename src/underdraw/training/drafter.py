@@ -28,9 +28,10 @@ from underdraw.drafters.eagle import Eagle, EagleNet
 from underdraw.drafters.loading import SHARED, build, save_drafter
 from underdraw.models.checkpoint import open_checkpoint
 from underdraw.models.family import LoadedModel
+from underdraw.models.loading import detect_family, resolve_placement
 from underdraw.nn.row_invariant import input_major
 from underdraw.nn.weights import load_weights
-from underdraw.pipeline import Pipeline, family_of, placement
+from underdraw.pipeline import Pipeline
 from underdraw.training.checkpoint import load_state
 from underdraw.training.command import run, trainer_parser
 from underdraw.training.devices import Devices
@@ -118,8 +119,8 @@ class Trainer:
         for name, parameter in self.net.named_parameters():
             parameter.requires_grad_(not name.startswith(SHARED))
         self.average = copy.deepcopy(own_parameters(self.net))
-        layout = model.layout(model.sizes[0])
-        self.teacher = Teacher(target, layout, 1 if model.settings.guidance == 1 else 2)
+        layout = model.make_layout(model.sizes[0])
+        self.teacher = Teacher(target, layout, 1 if model.defaults.guidance == 1 else 2)
         self.loss = self._loss(self.net)
         self._wrapped = devices.wrap(self.loss)
         self._run = torch.compile(self._wrapped) if compiled else self._wrapped
@@ -163,7 +164,7 @@ class Trainer:
 
     def guidance(self) -> Tensor:
         """The family's guidance, more or less."""
-        own, spread = self.model.settings.guidance, self.options.guidance_spread
+        own, spread = self.model.defaults.guidance, self.options.guidance_spread
         factor = torch.empty(()).uniform_(-spread, spread, generator=self._generator).exp()
         return (1 + (own - 1) * factor).to(self.model.placement.device)
 
@@ -195,7 +196,7 @@ class Trainer:
         loss, generator = self._loss(self.averaged()), torch.Generator().manual_seed(1)
         device, count = self.model.placement.device, min(self.options.measured, len(samples))
         noise = torch.Generator(device).manual_seed(2)
-        guidance = torch.tensor(self.model.settings.guidance, device=device)
+        guidance = torch.tensor(self.model.defaults.guidance, device=device)
         losses: list[Tensor] = []
         ranks: dict[int, list[Tensor]] = {0: [], 1: []}
         scores: list[tuple[Tensor, Tensor]] = []
@@ -308,7 +309,7 @@ def card(trainer: Trainer, held_out: Samples, quality: Quality, command: str) ->
         "```",
         "",
         f"Measured on {min(options.measured, len(held_out))} pictures of texts that training did not see, guidance "
-        f"{model.settings.guidance:g}: loss {quality.loss:.4f} nats. Chance that the target's own token is among the "
+        f"{model.defaults.guidance:g}: loss {quality.loss:.4f} nats. Chance that the target's own token is among the "
         "best few drafted, under shared noise, given that all before it were accepted:",
         "",
         head,
@@ -353,8 +354,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_float32_matmul_precision("high")
     checkpoint = open_checkpoint(options.model)
-    place = placement(devices.device or options.device, options.dtype)
-    model = family_of(checkpoint).load(checkpoint, place)
+    place = resolve_placement(devices.device or options.device, options.dtype)
+    model = detect_family(checkpoint).load(checkpoint, place)
     samples = Samples.load(options.samples)
     fields = {field.name for field in dataclasses.fields(DrafterTraining)}
     settings = DrafterTraining(**{name: value for name, value in vars(options).items() if name in fields})

@@ -41,14 +41,14 @@ def from_pack(model: LoadedModel, teacher: Teacher, pack: Path) -> Draw:
     from recipes.tiny.data import Pack
 
     device, pictures = model.placement.device, Pack(pack)
-    composer = Composer(pictures, "train", None, model.images.downsample)
-    painter = Painter(pictures, device, cell=model.images.downsample)
+    composer = Composer(pictures, "train", None, model.image_tokenizer.downsample)
+    painter = Painter(pictures, device, cell=model.image_tokenizer.downsample)
 
     def draw(count: int, generator: torch.Generator) -> Lesson:
         rng = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
         scenes = composer.draw(count, rng)
         with torch.no_grad():
-            codes = model.images.encode(painter.paint(scenes))
+            codes = model.image_tokenizer.encode(painter.paint(scenes))
         texts = [shortened(model, text) for text in composer.captions(scenes)]
         return teacher.lesson(prompts_of(model, texts), raster_of(teacher.layout, codes))
 

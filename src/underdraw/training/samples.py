@@ -26,7 +26,7 @@ from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import open_checkpoint
 from underdraw.models.family import ImageSize, LoadedModel
-from underdraw.pipeline import family_of, placement
+from underdraw.models.loading import detect_family, resolve_placement
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Prompt
 from underdraw.sampling import Sampler
@@ -87,14 +87,14 @@ def draw_samples(
     temperatures: Sequence[float] = (), size: ImageSize | None = None,
 ) -> Samples:  # fmt: skip
     """Let the target draw a picture for each text with the family's settings; shards take turns at `temperatures`."""
-    size, own = size or model.sizes[0], model.settings
-    layout, folder = model.layout(size), Path(folder)
+    size, own = size or model.sizes[0], model.defaults
+    layout, folder = model.make_layout(size), Path(folder)
     for shard, start in enumerate(tqdm(range(0, len(texts), batch), desc="samples", unit="shard", disable=None)):
         part = list(texts[start : start + batch])
         path = folder / f"samples-{shard:05d}.safetensors"
         if _is_of(path, part):
             continue
-        prompts = [model.prompt(text, None, size) for text in part]
+        prompts = [model.make_prompt(text, None, size) for text in part]
         seeds = range(seed + start, seed + start + len(part))
         temperature = temperatures[shard % len(temperatures)] if temperatures else own.temperature
         sampler = Sampler(
@@ -121,7 +121,7 @@ def encode_samples(
     import PIL.ImageOps
 
     size = size or model.sizes[0]
-    layout, folder = model.layout(size), Path(folder)
+    layout, folder = model.make_layout(size), Path(folder)
     for shard, start in enumerate(tqdm(range(0, len(pictures), batch), desc="pictures", unit="shard", disable=None)):
         part = pictures[start : start + batch]
         path = folder / f"samples-{shard:05d}.safetensors"
@@ -133,7 +133,7 @@ def encode_samples(
                 fitted = PIL.ImageOps.fit(image.convert("RGB"), (size.width, size.height))
             arrays.append(np.asarray(fitted, dtype=np.float32) / 127.5 - 1)
         pixels = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).to(model.placement.device)
-        _write(path, raster_of(layout, model.images.encode(pixels).cpu()), [text for text, _ in part])
+        _write(path, raster_of(layout, model.image_tokenizer.encode(pixels).cpu()), [text for text, _ in part])
     return Samples.load(folder)
 
 
@@ -173,7 +173,7 @@ def kept_features(samples: Samples, shard: int, device: torch.device) -> Rows | 
 
 
 def prompts_of(model: LoadedModel, texts: Sequence[str]) -> list[Prompt]:
-    return [model.prompt(text, None, model.sizes[0]) for text in texts]
+    return [model.make_prompt(text, None, model.sizes[0]) for text in texts]
 
 
 def shortened(model: LoadedModel, text: str) -> str:
@@ -181,7 +181,7 @@ def shortened(model: LoadedModel, text: str) -> str:
     words = text.split(" ")
     while len(words) > 1:
         try:
-            model.prompt(" ".join(words), None, model.sizes[0])
+            model.make_prompt(" ".join(words), None, model.sizes[0])
             break
         except ConfigError:
             words.pop()
@@ -218,7 +218,7 @@ def captions(model: LoadedModel, pack: Path, count: int, seed: int = 0) -> list[
     from recipes.tiny.compose import Composer
     from recipes.tiny.data import Pack
 
-    composer = Composer(Pack(pack), "train", None, model.images.downsample)
+    composer = Composer(Pack(pack), "train", None, model.image_tokenizer.downsample)
     texts = composer.captions(composer.draw(count, np.random.default_rng(seed)))
     return [shortened(model, text) for text in texts]
 
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     checkpoint = open_checkpoint(options.model)
-    model = family_of(checkpoint).load(checkpoint, placement(options.device, options.dtype))
+    model = detect_family(checkpoint).load(checkpoint, resolve_placement(options.device, options.dtype))
     if options.images:
         encode_samples(model, read_manifest(options.images), options.out, batch=options.batch)
         return

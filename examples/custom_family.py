@@ -1,7 +1,7 @@
-"""A model of your own in the pipeline: `python examples/custom_family.py` draws a random mosaic into mosaic.png.
+"""Run your own model in the pipeline: `python examples/custom_family.py` writes a random mosaic to mosaic.png.
 
-A family turns a checkpoint into a `LoadedModel`: a decoder, a layout, a way from words to tokens, and an image
-tokenizer. Put it under the entry point group `underdraw.family` of your package, and `--model FOLDER` finds it.
+The pipeline needs a `LoadedModel`: a decoder, an image tokenizer, a token layout, and a function from text to prompt
+tokens. docs/models.md shows how to make it a family that `--model FOLDER` loads from a checkpoint.
 """
 
 import torch
@@ -15,11 +15,11 @@ from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import Prompt
 
-CODES = range(256, 256 + 64)  # after the 256 bytes of a prompt come 64 colours
+CODES = range(256, 256 + 64)  # vocabulary: the 256 byte values of a prompt, then 64 colours
 
 
-class Palette:
-    """The smallest image tokenizer: a code is a colour, 8 x 8 pixels of it."""
+class PaletteTokenizer:
+    """The smallest image tokenizer: every code is a colour and fills 8 x 8 pixels."""
 
     downsample = 8
     codebook = torch.cartesian_prod(*[torch.linspace(-1, 1, 4)] * 3)  # (64, 3)
@@ -30,10 +30,16 @@ class Palette:
 
 torch.manual_seed(0)
 net = Transformer(Arch(64, 2, 4, 128, CODES.stop, Rope.one_axis(16), outputs=CODES)).eval()
-input_major(net)
+input_major(net)  # the weight layout that makes GEMMs row-invariant on a CPU
 model = LoadedModel(
-    "mosaic", "mine", DecoderTarget(net), Palette(), SamplingDefaults(guidance=1.0), (ImageSize(64, 64),),
-    make_layout=lambda size: Layout(8, 8, CODES), make_prompt=lambda words, negative, size: Prompt(tuple(words.encode())),
-)  # fmt: skip
+    family="mosaic",
+    name="my-mosaic",
+    target=DecoderTarget(net),
+    image_tokenizer=PaletteTokenizer(),
+    defaults=SamplingDefaults(guidance=1.0),
+    sizes=(ImageSize(64, 64),),
+    make_layout=lambda size: Layout(size.height // 8, size.width // 8, CODES),
+    make_prompt=lambda text, negative, size: Prompt(tuple(text.encode())),
+)
 out = Pipeline(model, drafter="jacobi", tree="chain:depth=4")("a red fox", seed=7)
 out.images[0].save("mosaic.png")

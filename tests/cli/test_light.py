@@ -27,7 +27,7 @@ def test_a_pipeline_imports_no_compiler() -> None:
     assert python("from underdraw import Pipeline; import sys; print('torch._dynamo' in sys.modules)") == "False\n"
 
 
-@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=lambda words: words[0])
+@pytest.mark.parametrize("words", [["--help"], *([*name.split(), "--help"] for name in COMMANDS)], ids=" ".join)
 def test_help_needs_no_torch(words: list[str]) -> None:
     code = f"import sys; from underdraw.cli.app import main; main({words!r}); print('torch' in sys.modules)"
     assert python(code).endswith("False\n")
@@ -61,7 +61,7 @@ def test_help_is_complete(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
-    text = call(name, "--help").out
+    text = call(*name.split(), "--help").out
     options, _, examples = text.partition("Examples:")
     assert f"underdraw {name}" in examples
     known = {}

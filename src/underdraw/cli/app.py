@@ -1,7 +1,7 @@
-"""`underdraw COMMAND`: finds the command, runs it, and turns what the user can mend into one sentence.
+"""`underdraw COMMAND [SUBCOMMAND]`: looks up the command, runs it, and prints errors that users can fix in one line.
 
-A command is a module of this folder with a typer app called `app`; COMMANDS names it. A module is imported when its
-command is asked for, so that no command waits for what another one needs.
+A command is a module with a typer app called `app`; COMMANDS lists them all. A module is imported when its command is
+looked up, so no command waits for the imports of another one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from underdraw import __version__
 from underdraw.errors import UnderdrawError, unknown
 
-COMMANDS = {
+COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsing follow from this table
     "generate": "underdraw.cli.generate",
     "bench": "underdraw.cli.bench",
     "bench engine": "underdraw.cli.engine",
@@ -27,38 +27,72 @@ COMMANDS = {
     "evaluate subjects": "recipes.tiny.grade_subjects",
     "evaluate statistics": "underdraw.cli.statistics",
     "models": "underdraw.cli.models",
+    "models inspect": "underdraw.cli.inspect",
     "train": "underdraw.cli.train",
     "env": "underdraw.cli.env",
 }
-MISTAKE, INTERRUPTED = 2, 130  # exit codes; 1 is left to bugs
-UsageError: type[Any] = typer.BadParameter.__mro__[1]  # click's, which some versions of typer carry inside
+USER_ERROR, INTERRUPTED = 2, 130  # exit codes; 1 is left to bugs
+UsageError: type[Any] = typer.BadParameter.__mro__[1]  # click's class, which newer versions of typer bundle
 
 
-class Commands(TyperGroup):
-    """The group of all commands, each imported when it is looked up."""
+class CommandGroup(TyperGroup):
+    """A group whose commands are imported on lookup. It may also be a command itself, with options of its own.
+
+    The first argument decides: `bench engine ...` runs the subcommand, `bench --prompts ...` the command `bench`. So
+    options that `bench` requires are not asked of `bench engine`.
+    """
+
+    path = ""  # the words in front of its commands' names: "" for `underdraw` itself, "bench" for `underdraw bench`
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """A command's name may be two words."""
-        two = " ".join(args[:2])
-        if two in COMMANDS and len(args) > 1:
-            return two, self.get_command(ctx, two), args[2:]
-        return super().resolve_command(ctx, args)
+        prefix = f"{self.path} " if self.path else ""
+        names = [name.removeprefix(prefix) for name in COMMANDS if name.startswith(prefix)]
+        return [name for name in names if " " not in name]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
-            raise unknown("command", cmd_name, COMMANDS)
-        command = typer.main.get_command(importlib.import_module(COMMANDS[cmd_name]).app)
-        command.name = cmd_name
+        names = self.list_commands(ctx)
+        if cmd_name not in names:
+            if ctx.resilient_parsing:  # shell completion of a misspelt command has nothing to offer
+                return None
+            raise unknown(f"command of {self.path}" if self.path else "command", cmd_name, names)
+        return load_command(f"{self.path} {cmd_name}".strip())
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        takes_arguments = any(param.param_type_name == "argument" for param in self.params)
+        if not self.path:
+            pass
+        elif args and (args[0] in self.list_commands(ctx) or not (takes_arguments or args[0].startswith("-"))):
+            self.params, self.callback = [], None  # only the subcommand runs
+        else:
+            ctx.allow_extra_args, ctx.allow_interspersed_args = False, True
+        return super().parse_args(ctx, args)
+
+
+def load_command(name: str) -> Any:
+    """Import a command of COMMANDS; one that has subcommands there becomes a group."""
+    command: Any = typer.main.get_command(importlib.import_module(COMMANDS[name]).app)
+    command.name = name.split()[-1]
+    subcommands = [other.removeprefix(f"{name} ") for other in COMMANDS if other.startswith(f"{name} ")]
+    if not subcommands:
         return command
+    group = CommandGroup(
+        name=command.name,
+        params=command.params,
+        callback=command.callback,
+        help=command.help,
+        short_help=f"{command.help.splitlines()[0]} Subcommands: {', '.join(subcommands)}.",
+        epilog=command.epilog,
+        context_settings=command.context_settings,
+        invoke_without_command=True,
+        subcommand_metavar="[COMMAND]",
+    )
+    group.path = name
+    return group
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=CommandGroup,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog='Example: underdraw generate "a red fox on a blue background" -o fox.png --seed 7',
 )
@@ -80,21 +114,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a prompt may hold signs that the terminal lacks
+            stream.reconfigure(errors="backslashreplace")  # a prompt may hold characters that the terminal lacks
     try:
         code = app(args=arguments, prog_name="underdraw", standalone_mode=False)
     except UsageError as error:
-        return complain(error.format_message())
+        return print_error(error.format_message())
     except UnderdrawError as error:
-        return complain(str(error))
+        return print_error(str(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "underdraw"):
             raise
-        return complain(f"this needs the package {package}, which is not installed; pip install {package}.")
+        return print_error(f"this needs the package {package}, which is not installed; pip install {package}.")
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
-        return complain(f"{name}{error.strerror or error}.")
+        return print_error(f"{name}{error.strerror or error}.")
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     if code == INTERRUPTED:
@@ -102,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def complain(sentence: str) -> int:
-    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
-    return MISTAKE
+def print_error(message: str) -> int:
+    """Print one line on stderr; returns the exit code."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return USER_ERROR

@@ -1,0 +1,78 @@
+"""The tree of commands: help lists subcommands, the first argument selects one, shells complete names and options."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from commands import call
+
+from underdraw.cli.app import COMMANDS
+
+GROUPS = sorted({name.split()[0] for name in COMMANDS if " " in name})
+
+
+def complete(line: str) -> list[str]:
+    """What bash offers for a command line that ends at the cursor."""
+    words = line.split(" ")
+    environment = {
+        **os.environ, "_UNDERDRAW_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1),
+    }  # fmt: skip
+    code = (
+        "import atexit, sys; from underdraw.cli.app import main; "
+        "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); sys.exit(main([]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "False\n", done
+    return done.stdout.split()
+
+
+def test_help_lists_commands_and_subcommands() -> None:
+    text = call("--help").out
+    for name in COMMANDS:
+        if " " not in name:
+            assert f"│ {name} " in text
+    assert "Subcommands: engine." in " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_group_help_lists_its_subcommands(group: str) -> None:
+    text = call(group, "--help").out
+    for name in COMMANDS:
+        if name.startswith(f"{group} "):
+            assert f"│ {name.split()[1]} " in text
+
+
+def test_first_argument_selects_the_subcommand() -> None:
+    assert "usage: underdraw bench engine [options]" in call("bench", "engine", "--help").out.casefold()
+    assert "unknown command of bench 'engin'. Did you mean 'engine'?" in call("bench", "engin").err
+    assert "Missing option '--prompts'" in call("bench").err
+    assert "there is nothing to compare with" in call("evaluate", "folder").err
+    assert call("bench", "--limit", 1, "engine").code == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("underdraw ge", {"generate"}),
+        ("underdraw ", {name for name in COMMANDS if " " not in name}),
+        ("underdraw bench ", {"engine"}),
+        ("underdraw generate --pro", {"--prompts"}),
+        ("underdraw bench engine --rep", {"--replay", "--replay-drafter"}),
+        ("underdraw bench --pre", {"--preset"}),
+        ("underdraw generate --compile ca", {"capture"}),
+        ("underdraw nothing --x", set()),
+    ],
+)
+def test_shell_completion(line: str, offered: set[str]) -> None:
+    assert set(complete(line)) == offered
+
+
+def test_completion_script() -> None:
+    command = [sys.executable, "-m", "underdraw"]
+    environment = {**os.environ, "_UNDERDRAW_COMPLETE": "source_bash"}
+    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "_UNDERDRAW_COMPLETE=complete_bash" in script and "underdraw" in script
+    assert "--install-completion" in call("--help").out

@@ -28,7 +28,8 @@ def commands(pack: Path, drafter: str, pictures: Path, batch: int) -> dict[str, 
     return {
         "prompts": ["recipes.tiny.combinations", *given, "--prompts", PROMPTS],
         "sheet": ["underdraw", "generate", *common, *drawn, "--sheet", "docs/images/tiny-sheet.jpg"],
-        "statistics": ["underdraw", "evaluate", "statistics", *common, *given, "--out", f"{RESULTS}/statistics.json"],
+        "statistics": ["underdraw", "evaluate", "statistics", *common, "--out", f"{RESULTS}/statistics.json"],
+        "loss": ["recipes.tiny.statistics", *given, "--into", f"{RESULTS}/statistics.json"],
         "subjects": [
             "underdraw", "evaluate", "subjects", *given, *parts, "--batch", str(batch),
             "--out", f"{RESULTS}/subjects.json", "--sheet", str(pictures / "subjects.png"),

@@ -7,18 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import small
-import sprites
-import torch
 from commands import call
 
-from recipes.tiny import targets
-from recipes.tiny.compose import Composer, Painter, Recipe
-from recipes.tiny.multi_token_loss import Scorer
 from underdraw import Pipeline
-from underdraw.bench.acceptance import between_passes, by_depth, correlation, drawn, first_child, losses
+from underdraw.bench.acceptance import between_passes, by_depth, correlation, drawn, first_child
 from underdraw.bench.draft_probe import can_probe, probe
-from underdraw.bench.presets import DEFAULT
 from underdraw.history import History, StepResult, TokenStats
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
@@ -30,7 +23,7 @@ LAYOUT = Layout(3, 4, range(100, 164))
 def history(lengths: list[int]) -> History:
     """A picture of 3 x 4 codes whose passes accepted so many guesses."""
     made = History(LAYOUT)
-    made.begin(100, TokenStats(2.0, 0.5))
+    made.record_first(100, TokenStats(2.0, 0.5))
     step = 0
     for length in lengths:
         count = min(length + 1, LAYOUT.steps - 1 - step)
@@ -112,73 +105,7 @@ def test_the_command(mini: Path, prompts: Path, tmp_path: Path) -> None:
         assert done.code == 2 and says in done.err and done.err.count("\n") == 1
 
 
-def test_losses_of_a_random_model(tmp_path: Path) -> None:
-    """It knows nothing, so captions and subjects make little difference, and a code costs about what guessing does."""
-    pack = sprites.write(tmp_path / "pack.bin")
-    model = Pipeline.from_pretrained(small.write(tmp_path / "model", side=32, drafter=False, length=99)).model
-    found = losses(model, pack, 3)
-    scenes = Composer(pack, "train", Recipe(), 2).draw(3, np.random.default_rng(1))
-    texts = Composer(pack, "train", Recipe(), 2).captions(scenes)
-    codes = model.image_tokenizer.encode(Painter(pack, "cpu", cell=2).paint(scenes)).flatten(1)
-    with torch.no_grad():  # as training measures it
-        ids = torch.tensor([model.make_prompt(text, None, model.sizes[0]).condition for text in texts])
-        scored = Scorer(model.target.net, model.make_layout(model.sizes[0]), ids.shape[1])(ids, codes)
-    assert found["train"]["loss"] == pytest.approx(float(scored.mean()), abs=2e-3)
-    for split in ("train", "held-out"):
-        assert found[split]["pictures"] == 3
-        assert found[split]["loss"] == pytest.approx(found[split]["without_caption"], rel=0.1)
-        assert 0.5 * np.log(small.IMAGES.codes) < found[split]["loss"] < 4 * np.log(small.IMAGES.codes)
-
-
-def test_targets_by_hand() -> None:
-    def entry(method: str, temperature: float, tau: float, speed: float, images: str = "4/4") -> dict[str, object]:
-        spread = {"median": speed, "p10": speed - 0.4, "p90": speed + 1}
-        return {
-            "method": method, "temperature": temperature, "tau": tau, "speedup": spread, "equal_images": images,
-        }  # fmt: skip
-
-    summary = {"entries": [entry("AR", 1, 1, 1), entry(DEFAULT, 1.0, 3.6, 1.3), entry("chain", 0.0, 2, 1, "3/4")]}
-    found = {(one["temperature"], one["what"].split(",")[0]): one for one in targets.checks(summary, [9.0, 16.0])}
-    assert found["1", "tokens a pass"]["reached"] and not found["1", "speed-up over plain AR"]["reached"]
-    assert not found["1", "never slower than plain AR"]["reached"] and found["1", "identical pictures"]["reached"]
-    assert not found["0", "identical pictures"]["reached"] and found["0", "identical pictures"]["measured"] == "3"
-    assert found["default", "seconds from the prompt to the saved picture"]["measured"] == "16.0 (9.0 to 16.0)"
-
-
-def test_targets_in_one_command(
-    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without a trained drafter, with commands in this process."""
-    model = small.write(tmp_path / "bare", side=3, drafter=False)
-
-    def here(words: list[str]) -> None:
-        if code := call(*words).code:
-            raise SystemExit(code)
-
-    monkeypatch.setattr(targets, "underdraw", here)
-    given = ["--model", str(model), "--prompts", str(prompts), "--limit", "1", "--pictures", "1", "--repeats", "1"]
-    targets.main([*given, "--out", str(tmp_path / "run")])
-    found = json.loads((tmp_path / "run" / "targets.json").read_text())
-    same = [one for one in found["checks"] if one["what"].startswith("identical")]
-    assert len(same) == 10 and all(one["reached"] for one in same) and found["settings"]["drafter"] == "jacobi"
-    assert "seconds from the prompt to the saved picture" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        targets.main([*given, "--drafter", "nobody", "--out", str(tmp_path / "other")])
-
-
 @pytest.mark.parametrize("page", ["src/underdraw/assets/tiny/README.md", "docs/lab.md"])
 def test_pages_are_made_from_the_results(page: str) -> None:
     done = call("plot", "--page", ROOT / page, "--json")
     assert done.code == 0 and done.record["changed"] is False
-
-
-def test_a_sheet_of_a_folder(small_model: Path, tmp_path: Path) -> None:
-    from PIL import Image
-
-    given = ["generate", "fox", "-m", small_model, "--seed", 1, "--quiet", "--tree", "none"]
-    sheet = tmp_path / "sheet.jpg"
-    assert call(*given, "--n", 3, "--out", tmp_path / "many", "--sheet", sheet).code == 0
-    assert Image.open(sheet).format == "JPEG" and Image.open(sheet).width == 8 * 148
-    assert "--sheet shows a folder" in call(*given, "--out", tmp_path / "x.png", "--sheet", sheet).err
-    done = call(*given, "--n", 2, "--out", tmp_path / "other", "--sheet", tmp_path / "sheet.gif")
-    assert done.code == 2 and ".jpg, .jpeg, .png" in done.err and not (tmp_path / "other").exists()

@@ -1,7 +1,7 @@
-"""The statistics of a model and its drafter: loss, entropy, acceptance by rank and depth, and how they vary in space.
+"""The statistics of a model and its drafter: entropy, acceptance by rank and depth, and how they vary in space.
 
-All of it comes from pictures that the pipeline draws (their histories), from asking the drafter about the same pictures
-(`probe`), and, for the tiny family, from composed pictures of the training pack.
+All of it comes from pictures that the pipeline draws (their histories), and from asking the drafter about the same
+pictures (`probe`).
 """
 
 from __future__ import annotations
@@ -10,32 +10,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.nn import functional as F
 
-from recipes.tiny.compose import Composer, Painter, Recipe
-from recipes.tiny.data import Pack, Split
 from underdraw.bench.draft_probe import can_probe, probe
 from underdraw.bench.environment import about
 from underdraw.bench.records import told
 from underdraw.history import History
-from underdraw.models.family import LoadedModel
 from underdraw.pipeline import Pipeline
-from underdraw.training.samples import prompts_of, raster_of, shortened
-from underdraw.training.teacher import Teacher
 
 DEPTH = 6  # levels that a drafter is asked about
 BEST = (1, 2, 4, 8)  # children that the true token may be among
 NEIGHBOURS = {"left": (0, -1), "above": (-1, 0), "above-right": (-1, 1)}
-BATCH = 8
 Noted = Callable[[int], None]
 
 
 def measure(
-    pipe: Pipeline, prompts: Sequence[str], temperatures: Sequence[float], *, seed: int = 0, pack: Pack | None = None,
-    composed: int = 32, noted: Noted = lambda drawn: None,
-) -> dict[str, Any]:  # fmt: skip
+    pipe: Pipeline,
+    prompts: Sequence[str],
+    temperatures: Sequence[float],
+    *,
+    seed: int = 0,
+    noted: Noted = lambda drawn: None,
+) -> dict[str, Any]:
     """Everything, as a record; `noted` hears of every picture."""
     job = pipe.job(prompts[0], seed=seed)
     deep = can_probe(pipe.drafter, pipe, job)
@@ -59,7 +55,7 @@ def measure(
     settings = {key: value for key, value in told(pipe.settings(job)).items() if key != "temperature"}
     return {
         "kind": "statistics", "model": pipe.model.name, "settings": settings, "prompts": len(prompts), "seed": seed,
-        "loss": None if pack is None else losses(pipe.model, pack, composed),
+        "loss": None,  # needs training data; a recipe may fill it in
         "entries": entries, "machine": about(pipe.device),
     }  # fmt: skip
 
@@ -134,35 +130,6 @@ def by_depth(ranks: NDArray[np.int64]) -> list[list[float]]:
     """Ranks (P, steps, depth) -> for each depth the share of true tokens among the best 1, 2, 4 and 8."""
     levels = [ranks[..., level][ranks[..., level] >= 0] for level in range(ranks.shape[-1])]
     return [[_rounded((level < best).mean()) for best in BEST] for level in levels if len(level)]
-
-
-@torch.inference_mode()
-def losses(model: LoadedModel, pack: Pack, count: int, seed: int = 1) -> dict[str, dict[str, float]]:
-    """Nats a code of composed pictures of training and of held-out subjects, with their captions and without."""
-    splits: tuple[Split, ...] = ("train", "held-out")
-    return {split: _loss(model, pack, split, count, seed) for split in splits}
-
-
-def _loss(model: LoadedModel, pack: Pack, split: Split, count: int, seed: int) -> dict[str, float]:
-    device, cell = model.placement.device, model.image_tokenizer.downsample
-    composer = Composer(pack, split, Recipe(), cell)
-    scenes = composer.draw(count, np.random.default_rng(seed))
-    used = np.unique(np.concatenate([scenes.rows.ravel(), scenes.backdrop]))
-    pixels = Painter(pack, device, used[used >= 0], cell).paint(scenes)
-    texts = [shortened(model, text) for text in composer.captions(scenes)]
-    teacher = Teacher(model.target, model.make_layout(model.sizes[0]), 2)
-    layout = teacher.layout
-    total = {"loss": 0.0, "without_caption": 0.0}
-    for start in range(0, count, BATCH):
-        codes = torch.cat([model.image_tokenizer.encode(one) for one in pixels[start : start + BATCH].split(1)])
-        lesson = teacher.lesson(prompts_of(model, texts[start : start + BATCH]), raster_of(layout, codes))
-        steps = torch.arange(layout.start, layout.stop, device=device)
-        steps = steps[~layout.is_row_end(steps)].expand(len(codes), -1)
-        for name, guidance in (("loss", 1.0), ("without_caption", 0.0)):
-            logits = lesson.logits(model.target.net, steps, torch.tensor(guidance, device=device))
-            found = F.cross_entropy(logits.float().flatten(0, 1), codes.flatten(), reduction="sum")
-            total[name] += float(found) / steps.shape[1]
-    return {"pictures": count, **{name: _rounded(value / count) for name, value in total.items()}}
 
 
 def _rounded(value: Any) -> float:

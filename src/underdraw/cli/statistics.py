@@ -1,4 +1,4 @@
-"""`underdraw evaluate statistics`: loss, entropy and acceptance of a model and its drafter."""
+"""`underdraw evaluate statistics`: entropy and acceptance of a model and its drafter."""
 
 from __future__ import annotations
 
@@ -18,22 +18,12 @@ Examples:
 
 underdraw evaluate statistics --prompts prompts.txt --out statistics.json
 
-underdraw evaluate statistics --prompts prompts.txt --limit 8 --pack pack192.bin --drafter drafter --out statistics.json
+underdraw evaluate statistics --prompts prompts.txt --limit 8 --drafter drafter --out statistics.json
 """
 WHAT = "What is measured"
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 Prompts = Annotated[str, typer.Option(metavar="FILE", rich_help_panel=WHAT, help="A text file with one prompt a line.")]
 Limit = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Only the first COUNT prompts.")]
-Pack = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", rich_help_panel=WHAT,
-        help="The tiny family's training pack; with it also the loss on training and on held-out subjects.",
-    ),
-]  # fmt: skip
-Composed = Annotated[
-    int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Pictures of the pack that the loss is taken of.")
-]
 Temperatures = Annotated[
     list[float] | None,
     typer.Option(
@@ -51,8 +41,6 @@ def statistics(
     prompts: Prompts,
     out: Out,
     limit: Limit = 8,
-    pack: Pack = None,
-    composed: Composed = 32,
     temperature: Temperatures = None,
     seed: Seed = 0,
     model: options.Model = "tiny",
@@ -64,21 +52,18 @@ def statistics(
     quiet: options.Quiet = False,
 ) -> None:
     """Entropy of a model's law, acceptance of its drafter by rank and depth, and how both follow the neighbours."""
-    for name, value in (("--limit", limit), ("--composed", composed)):
-        if value < 1:
-            raise ConfigError(f"{name} {value} leaves nothing to measure; use at least 1.")
+    if limit < 1:
+        raise ConfigError(f"--limit {limit} leaves nothing to measure; use at least 1.")
     check_file(out)
     from underdraw.prompts import load_prompts
 
     texts = load_prompts(prompts)[:limit]
     from tqdm import tqdm
 
-    from recipes.tiny.data import Pack as Pictures
     from underdraw.bench.acceptance import measure
     from underdraw.bench.records import head, table
     from underdraw.bench.results import write_json
 
-    pictures = None if pack is None else Pictures(pack)
     pipe = Parts(model, drafter, tree, "exact", device, dtype).load(quiet=json or quiet)
     for text in texts:
         pipe.model.check_prompt(text)
@@ -89,6 +74,6 @@ def statistics(
         def noted(count: int) -> None:
             bar.update(count)
 
-        found = measure(pipe, texts, asked, seed=seed, pack=pictures, composed=composed, noted=noted)
+        found = measure(pipe, texts, asked, seed=seed, noted=noted)
     write_json(out, found)
     close(f"{head(found)}\n\n{table(found)}\n\n{out}", found, as_json=json, quiet=quiet)

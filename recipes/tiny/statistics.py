@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from recipes.tiny.compose import Composer, Painter, Recipe
 from recipes.tiny.data import Pack, Split
-from underdraw.bench.results import read_json, write_json
+from underdraw.io import atomic_write_json, read_json
 from underdraw.models.family import LoadedModel
 from underdraw.training.samples import prompts_of, raster_of, shortened
 from underdraw.training.teacher import Teacher
@@ -66,10 +66,10 @@ def statistics(
     """Add the loss on composed pictures to the statistics of a model."""
     from underdraw.pipeline import Pipeline
 
-    record: dict[str, Any] = read_json(into)
+    record: dict[str, Any] = read_json(into, "the statistics of a model")
     loaded = Pipeline.from_pretrained(model, device=device).model
     record["loss"] = composed_losses(loaded, Pack(pack), pictures)
-    write_json(into, record)
+    atomic_write_json(into, record)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ class Fixed:
 
 class Tables:
     """Stands in for both models: logits from a table, no computation."""
+
+    proposes: ClassVar[Literal["tree"]] = "tree"
 
     def __init__(self, codes: int, nodes: int, rows: int = 1) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -59,6 +59,8 @@ class TableTargetSession:
 @dataclass(frozen=True)
 class TableDrafter:
     """`seen` keeps every (request, tree) for tests to look at."""
+
+    proposes: ClassVar[str] = "tree"
 
     table: Tensor
     seen: list[tuple[DraftRequest, DraftTree]] = field(default_factory=list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -81,6 +82,7 @@ class Adversary:
     """Drafts what the true model finds least likely."""
 
     model: SmallModel
+    proposes: ClassVar[str] = "tree"
 
     def open(
         self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float

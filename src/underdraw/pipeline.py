@@ -103,7 +103,7 @@ class Pipeline:
 
     @tree.setter
     def tree(self, spec: str | TreePolicy) -> None:
-        self.tree_name = spec if isinstance(spec, str) else _name_of(spec)
+        self.tree_name = spec if isinstance(spec, str) else policies.describe(spec)
         self._tree: TreePolicy = policies.build("adjacency" if spec == "auto" else spec)
 
     @property
@@ -112,7 +112,7 @@ class Pipeline:
 
     @verifier.setter
     def verifier(self, spec: str | Verifier) -> None:
-        self.verifier_name = spec if isinstance(spec, str) else _name_of(spec)
+        self.verifier_name = spec if isinstance(spec, str) else verifiers.describe(spec)
         made: Verifier = verifiers.build(spec)
         if isinstance(made, Lantern) and made.neighbours is None:
             near = load_nearest_codes(self.model.image_tokenizer.codebook, made.k, self._drafter_folder)
@@ -140,7 +140,7 @@ class Pipeline:
 
     def _make_drafter(self, spec: str | Drafter) -> Drafter:
         if not isinstance(spec, str):
-            self.drafter_name = _name_of(spec)
+            self.drafter_name = drafters.describe(spec)
             return spec
         self.drafter_name = spec
         if spec == "auto":
@@ -391,15 +391,6 @@ class Pipeline:
                 raise UnsupportedError(
                     f"{name} could not be uploaded to the Hugging Face hub ({reason}); check the name and your token."
                 ) from error
-
-
-def _name_of(part: object) -> str:
-    """A part as text, for records."""
-    if not dataclasses.is_dataclass(part):
-        return type(part).__name__.lower()
-    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    plain = ",".join(f"{key}={value}" for key, value in values.items() if isinstance(value, int | float | str))
-    return type(part).__name__.lower() + (f":{plain}" if plain else "")
 
 
 def _to_pil(picture: np.ndarray[Any, Any]) -> Image:

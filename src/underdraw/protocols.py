@@ -1,13 +1,14 @@
-"""What the parts of a decode must look like to each other. Nothing else.
+"""The interfaces between target, drafter, verifier and policy, and the records they exchange.
 
-Shapes: B images, R rows (B, or 2 B with guidance), N tree nodes, K codes.
+Shapes: B images, R rows (B, or 2 B with classifier-free guidance), N tree nodes, K image codes, V symbols that a step
+chooses from (`Layout.vocab_size`), D features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,13 +18,17 @@ from underdraw.plan import TreePlan
 from underdraw.sampling import NoiseWindow
 from underdraw.tree import AcceptedPath, DraftTree, Proposal, TreeLimits
 
+if TYPE_CHECKING:
+    from underdraw.nn.attention import Kernel
+    from underdraw.nn.layer_functions import LayerFunctions
+
 Prefix = tuple[int, ...] | Tensor
-"""What stands before the image: token ids, or features (P, D) of a text encoder."""
+"""The sequence before the image: token ids, or features (P, D) of a text encoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The condition of one image, and what stands in its place in the unconditional row."""
+    """The prefix of one image, and the prefix of its unconditional row under classifier-free guidance."""
 
     condition: Prefix
     unconditional: Prefix | None = None
@@ -31,26 +36,26 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """What one target pass says of N nodes."""
+    """Result of a target forward pass over N tree nodes."""
 
     logits: Tensor  # (B, N, K) float32, guidance applied
-    features: Tensor  # (R, N, D) what the head read; opaque to everything but drafters
+    features: Tensor  # (R, N, D) last hidden states, read only by drafters
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:
-    """What the prompts said: the choice of the first token, and the features of every prompt token."""
+    """Result of the target's prefill."""
 
-    logits: Tensor  # (B, 1, K)
-    features: Tensor  # (R, P, D), right-padded
-    prefix: Tensor  # (R, P) token ids behind those features, right-padded; -1 where the prefix was not tokens
-    lengths: Tensor  # (R,) of each row
+    logits: Tensor  # (B, 1, K) of the first token
+    features: Tensor  # (R, P, D) last hidden states of the prefix, right-padded
+    prefix: Tensor  # (R, P) token ids of the prefix, right-padded; -1 where it is features of a text encoder
+    lengths: Tensor  # (R,) prefix length of each row
     host_lengths: tuple[int, ...]  # the same on the host
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """What a drafter is asked for in one step."""
+    """Input of a drafter in one pass."""
 
     root: Tensor  # (B,) token ids
     steps: Tensor  # (B,) step of each root
@@ -62,7 +67,7 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedStep:
-    """What came of the tree: everything a session needs to go on."""
+    """A verified tree: what target and drafter sessions need to commit the accepted tokens."""
 
     tree: DraftTree
     accepted_path: AcceptedPath
@@ -72,22 +77,34 @@ class VerifiedStep:
     host_counts: tuple[int, ...]  # the same on the host
 
 
+@dataclass(frozen=True, slots=True)
+class PassConfig:
+    """Everything that decides the tensor shapes and kernels of a captured pass, fixed before the pass runs."""
+
+    plan: TreePlan
+    bucket_size: int  # nodes that the tree is padded to
+    proposal: Proposal
+    span_multiple: int  # the number of KV cache slots that attention reads is rounded up to a multiple of this
+    layer_functions: LayerFunctions
+    kernel: Kernel  # of attention
+
+
 class TreePolicy(Protocol):
-    """How large a tree, from what was accepted so far. A pure function."""
+    """Chooses the size of the next tree from what was accepted so far. A pure function."""
 
     def plan(self, history: History, step: int) -> TreePlan: ...
 
 
 class Verifier(Protocol):
-    """Which path of a tree the target agrees with."""
+    """Chooses the accepted path of every tree."""
 
-    proposals: ClassVar[tuple[Proposal, ...]]  # legal ones, preferred first
+    proposals: ClassVar[tuple[Proposal, ...]]  # that it can verify, preferred first
 
     def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath: ...
 
 
 class TargetSession(Protocol):
-    """One batch in the making: cache and lengths."""
+    """The target's state for one batch: KV cache and sequence lengths."""
 
     prefill: PrefillOutput
 
@@ -97,27 +114,69 @@ class TargetSession(Protocol):
 
 
 class Target(Protocol):
-    """The large model: weights, shared and immutable."""
+    """The large model: immutable weights, shared by all sessions."""
 
     def open(self, prompts: Sequence[Prompt], layout: Layout, *, guidance: float) -> TargetSession: ...
 
 
 class DrafterSession(Protocol):
+    """A drafter's state for one batch."""
+
     def draft(self, request: DraftRequest) -> DraftTree: ...
 
     def commit(self, verified: VerifiedStep) -> None: ...
 
 
 class Drafter(Protocol):
-    """The small model, or whatever else can guess: weights, shared and immutable."""
+    """The small model, or anything else that can propose tokens: immutable weights, shared by all sessions."""
+
+    @property
+    def proposes(self) -> Literal["chain", "tree"]:
+        """Whether branches of a plan are used, or only its depth."""
+        ...
 
     def open(
         self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
     ) -> DrafterSession: ...
 
 
+@runtime_checkable
+class Capturable(Protocol):
+    """A session whose passes can be captured as a CUDA graph and replayed.
+
+    A replay repeats the device's work on the same tensors and none of the host's. So all state that a pass reads or
+    writes must live in tensors that are never reallocated, and the host's part is split off into `prepare` and `sync`.
+    """
+
+    def prepare(self, config: PassConfig) -> Hashable | None:
+        """Fix all shapes before a pass. Returns what they depend on besides `config`, or None to run this pass eagerly.
+
+        Passes with equal `config` and equal return value replay one graph.
+        """
+        return ()
+
+    def sync(self, counts: tuple[int, ...]) -> None:
+        """Update the host's lengths after a pass; `counts` are the committed nodes of each image, root included."""
+        return None
+
+
+@runtime_checkable
+class CapturableDraft(Capturable, DrafterSession, Protocol):
+    """A drafter session whose passes can be captured.
+
+    The engine checks for these methods, not for the base class; subclassing adds defaults for a session without state.
+    """
+
+    def restart(self, prompts: Sequence[Prompt], prefill: PrefillOutput) -> bool:
+        """Start a new batch in the same tensors; False if its shapes do not fit them."""
+        return True
+
+    def commit(self, verified: VerifiedStep) -> None:
+        return None
+
+
 class ImageTokenizer(Protocol):
-    """Codes to pixels and back."""
+    """Decodes image codes to pixels, and encodes pixels."""
 
     @property
     def downsample(self) -> int: ...

@@ -135,7 +135,7 @@ CASES = [
     Case("tree value", ONE + "--tree adjacency:init=sideways", "sideways"),
     Case("tree too large", ONE + "--tree confidence:nodes=1000", "at most 128"),
     Case("tree syntax", ONE + "--tree adjacency:init", "is not key=value"),
-    Case("tree without name", ONE + "--tree :", "names nothing"),
+    Case("tree without name", ONE + "--tree :", "has no name"),
     Case("tree file", ONE + "--tree static:shape={here}/no.json", "cannot be read"),
     Case("unknown verifier", ONE + "--verifier exakt", "Did you mean 'exact'?"),
     Case("verifier value", ONE + "--verifier lantern:delta=7", "must lie in [0, 1]"),

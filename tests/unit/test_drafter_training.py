@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import PIL.Image
@@ -40,6 +40,8 @@ GUIDANCE = 2.0
 @dataclass
 class Watched:
     """A drafter that notes the logits it gives to each level of the trees it grows."""
+
+    proposes: ClassVar[str] = "tree"
 
     drafter: Any
     seen: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)  # steps of the roots, logits by level

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,6 +30,8 @@ from underdraw.sampling import gumbel
 @dataclass(frozen=True)
 class Watched:
     """An EAGLE drafter, with what goes into its network."""
+
+    proposes: ClassVar[str] = "tree"
 
     drafter: Any
     seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
@@ -111,6 +113,8 @@ def test_a_drafters_cache_does_not_depend_on_how_much_was_accepted(make: Any) ->
 @dataclass(frozen=True)
 class Kept:
     """A drafter whose sessions are kept."""
+
+    proposes: ClassVar[str] = "tree"
 
     drafter: Any
     sessions: list[Any] = field(default_factory=list)

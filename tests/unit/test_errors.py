@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -289,6 +289,8 @@ def test_one_cell_needs_no_pass() -> None:
 @dataclass(frozen=True)
 class Uneven:
     """Knows both images, but drafts for one row at a time: in turns, or always for the first one."""
+
+    proposes: ClassVar[str] = "chain"
 
     tokens: Tensor  # (B, steps)
     turns: bool

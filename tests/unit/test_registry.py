@@ -1,4 +1,4 @@
-"""Specifications: `name:key=value` means the same everywhere, wrong names get a hint, other packages add parts."""
+"""Specifications `name:key=value`: parsing, building, describing, hints for typing errors, and entry points."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from underdraw import registry
+from underdraw.drafters.jacobi import Jacobi
 from underdraw.errors import ConfigError, unknown
 from underdraw.policies.adjacency import Adjacency
-from underdraw.policies.fixed import Chain, Static
+from underdraw.policies.fixed import Chain, NoTree, Static
 from underdraw.registry import Registry, convert, drafters, parse, policies, verifiers
 from underdraw.verifiers.lantern import Lantern
 
@@ -27,7 +29,7 @@ SPACE = st.text(" \t", max_size=2)
 
 @FAST
 @given(WORD, st.dictionaries(WORD, VALUE, max_size=5), SPACE)
-def test_parse_reads_what_was_written(name: str, options: dict[str, str], space: str) -> None:
+def test_parse_round_trip(name: str, options: dict[str, str], space: str) -> None:
     text = (
         name
         + (":" if options else "")
@@ -56,7 +58,7 @@ def test_parse_examples(text: str, name: str, options: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "  ", ":", ":depth=3", "chain:depth", "chain:=3", "chain:depth=", "a:b=1,b=2"])
-def test_parse_refuses(text: str) -> None:
+def test_parse_rejects_malformed_text(text: str) -> None:
     with pytest.raises(ConfigError):
         parse(text)
 
@@ -64,7 +66,7 @@ def test_parse_refuses(text: str) -> None:
 @FAST
 @given(st.data())
 def test_build_round_trip(data: Any) -> None:
-    """Any set of options, written down, builds the same part as the constructor."""
+    """A specification builds the same component as the constructor, and `describe` is its inverse."""
     values = {
         "init": st.sampled_from(["horizontal", "vertical", "random", "both", "previous"]),
         "beta": st.floats(0, 1),
@@ -80,30 +82,50 @@ def test_build_round_trip(data: Any) -> None:
     chosen = data.draw(st.sets(st.sampled_from(sorted(values))))
     options = {key: data.draw(values[key]) for key in sorted(chosen)}
     text = "adjacency:" + ",".join(f"{key}={value}" for key, value in options.items())
-    assert policies.build(text) == Adjacency(**options)
+    policy = policies.build(text)
+    assert policy == Adjacency(**options)
+    assert policies.build(policies.describe(policy)) == policy
 
 
-def test_build_returns_parts_as_they_are() -> None:
-    part = Chain(depth=3)
-    assert policies.build(part) is part
+def test_build_returns_components_unchanged() -> None:
+    policy = Chain(depth=3)
+    assert policies.build(policy) is policy
 
 
 @pytest.mark.parametrize(
-    ("kind", "duties"), [(policies, ["plan"]), (verifiers, ["verify", "proposals"]), (drafters, ["open"])]
+    ("kind", "component", "text"),
+    [
+        (policies, NoTree(), "none"),
+        (policies, Chain(depth=3), "chain:depth=3"),
+        (verifiers, Lantern().bind(torch.eye(4)), "lantern:delta=0.1,k=1000"),
+        (drafters, Jacobi(window=4), "jacobi:window=4,init=above"),
+        (drafters, object(), "object"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_registered_name_builds(kind: Registry[Any], duties: list[str]) -> None:
-    """A part is a frozen dataclass that can be built from its name alone."""
+def test_describe_uses_the_registered_name(kind: Registry[Any], component: object, text: str) -> None:
+    assert kind.describe(component) == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes"),
+    [(policies, ["plan"]), (verifiers, ["verify", "proposals"]), (drafters, ["open", "proposes"])],
+)
+def test_every_name_builds(kind: Registry[Any], attributes: list[str]) -> None:
+    """A component is a frozen dataclass that can be built from its name alone."""
     assert kind.names()
     for name in kind.names():
-        part = kind.build(name)
-        assert dataclasses.is_dataclass(part)
-        assert part.__dataclass_params__.frozen, name  # type: ignore[union-attr]
-        assert all(getattr(part, duty, None) is not None for duty in duties), name
-        assert kind.get(name) is type(part)
+        component = kind.build(name)
+        assert dataclasses.is_dataclass(component)
+        assert component.__dataclass_params__.frozen, name  # type: ignore[union-attr]
+        assert all(getattr(component, attribute, None) is not None for attribute in attributes), name
+        assert kind.get(name) is type(component)
+        assert kind.describe(component).partition(":")[0] == name
+        assert kind.build(kind.describe(component)) == component
 
 
 @pytest.mark.parametrize("spec", ["none", "chain", "static", "confidence", "adjacency"])
-def test_policies_named_in_the_design_are_there(spec: str) -> None:
+def test_documented_policies_are_registered(spec: str) -> None:
     assert spec in policies.names()
 
 
@@ -113,7 +135,7 @@ def test_static_tables_by_name(table: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "spec", "given_name", "hint"),
+    ("kind", "spec", "typed", "hint"),
     [
         (policies, "adjacancy", "adjacancy", "adjacency"),
         (policies, "Adjacency", "Adjacency", "adjacency"),
@@ -128,14 +150,14 @@ def test_static_tables_by_name(table: str) -> None:
         (drafters, "jacobi:init=abov", "abov", "above"),
     ],
 )
-def test_did_you_mean(kind: Registry[Any], spec: str, given_name: str, hint: str) -> None:
+def test_typing_errors_get_a_suggestion(kind: Registry[Any], spec: str, typed: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         kind.build(spec)
-    assert f"{given_name!r}" in str(caught.value)
+    assert f"{typed!r}" in str(caught.value)
     assert f"Did you mean {hint!r}?" in str(caught.value)
 
 
-def test_a_name_like_no_other_gets_the_list_alone() -> None:
+def test_no_suggestion_without_a_similar_name() -> None:
     with pytest.raises(ConfigError) as caught:
         verifiers.build("zzz")
     assert "Did you mean" not in str(caught.value)
@@ -161,21 +183,21 @@ def test_a_name_like_no_other_gets_the_list_alone() -> None:
     ],
 )
 def test_option_conversion(text: str, kind: Any, value: Any) -> None:
-    found = convert(text, kind, "part:option")
-    assert found == value
-    assert type(found) is type(value)
+    converted = convert(text, kind, "part:option")
+    assert converted == value
+    assert type(converted) is type(value)
 
 
 @pytest.mark.parametrize(
     ("text", "kind"),
     [("x", int), ("2.5", int), ("", int), ("x", float), ("c", Literal["a", "b"]), ("x", int | None), ("x", list)],
 )
-def test_options_that_cannot_be_converted(text: str, kind: Any) -> None:
+def test_option_conversion_rejects(text: str, kind: Any) -> None:
     with pytest.raises(ConfigError, match="part:option"):
         convert(text, kind, "part:option")
 
 
-def test_optional_options_of_a_real_part() -> None:
+def test_options_that_may_be_none() -> None:
     assert verifiers.build("lantern:ratio=none") == Lantern()
     assert verifiers.build("lantern:ratio=5,delta=1") == Lantern(delta=1.0, ratio=5.0)
 
@@ -185,7 +207,7 @@ def test_optional_options_of_a_real_part() -> None:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A part of another package."""
+    """A component of another package."""
 
     size: int = 2
 
@@ -193,6 +215,7 @@ class Foreign:
 @dataclass(frozen=True)
 class Entry:
     name: str
+    value: str = f"{__name__}:Foreign"
 
     def load(self) -> type[Foreign]:
         return Foreign
@@ -208,9 +231,10 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("foreign")
-def test_entry_points_add_parts() -> None:
+def test_entry_points_add_components() -> None:
     assert policies.build("foreign:size=5") == Foreign(5)
     assert policies.get("foreign") is Foreign
+    assert policies.describe(Foreign(5)) == "foreign:size=5"
     assert "foreign" in policies.names()
     with pytest.raises(ConfigError, match="Did you mean 'foreign'"):
         policies.build("foriegn")
@@ -219,15 +243,15 @@ def test_entry_points_add_parts() -> None:
 
 
 @pytest.mark.usefixtures("foreign")
-def test_entry_points_do_not_replace_our_own_parts() -> None:
+def test_entry_points_do_not_replace_built_in_components() -> None:
     assert type(policies.build("none")).__name__ == "NoTree"
     assert policies.names().count("none") == 1
 
 
-def test_parts_are_imported_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("some_part")
+def test_entries_are_imported_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("some_module")
     module.Foreign = Foreign  # type: ignore[attr-defined]
-    lazy: Registry[Foreign] = Registry("thing", {"late": "some_part:Foreign"})
+    lazy: Registry[Foreign] = Registry("thing", {"late": "some_module:Foreign"})
     assert "late" in lazy.names()
-    monkeypatch.setitem(sys.modules, "some_part", module)
+    monkeypatch.setitem(sys.modules, "some_module", module)
     assert lazy.build("late:size=9") == Foreign(9)

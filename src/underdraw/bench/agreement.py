@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,11 +20,10 @@ from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.decode import decode
 from underdraw.history import History
 from underdraw.layout import Layout
-from underdraw.nn.capture import CapturableDraft
 from underdraw.nn.target import DecoderTarget
 from underdraw.plan import MAX_NODES, TreePlan
 from underdraw.policies.fixed import NoTree
-from underdraw.protocols import Drafter, DraftRequest, PrefillOutput, Prompt, TreePolicy, Verifier
+from underdraw.protocols import CapturableDraft, Drafter, DraftRequest, PrefillOutput, Prompt, TreePolicy, Verifier
 from underdraw.sampling import NoiseWindow, Sampler
 from underdraw.tree import AcceptedPath, DraftTree, Proposal, chain
 from underdraw.verifiers.exact import Exact
@@ -35,6 +34,7 @@ NODES = 16  # of the trees, and of plain passes that are padded to their shape
 class ReplayedPicture:
     """A drafter that drafts, and a verifier that follows, one known picture; counts where the target chose the same."""
 
+    proposes: ClassVar[Literal["chain"]] = "chain"
     proposals: ClassVar[tuple[Proposal, ...]] = ("coupled",)
 
     def __init__(self, layout: Layout, device: torch.device) -> None:

@@ -34,7 +34,7 @@ class Probe:
     """
 
     def __init__(self, drafter: Drafter, history: History, depth: int) -> None:
-        self.drafter, self.depth = drafter, depth
+        self.drafter, self.depth, self.proposes = drafter, depth, drafter.proposes
         self.tokens = torch.from_numpy(history.tokens)
         self.ranks: NDArray[np.int64] = np.full((history.layout.steps, depth), -1)
         self.plain = self.ranks.copy()

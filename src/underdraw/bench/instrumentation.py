@@ -17,8 +17,16 @@ import torch
 
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.nn.capture import CapturableDraft, PassConfig
-from underdraw.protocols import Drafter, DrafterSession, DraftRequest, PrefillOutput, Prompt, VerifiedStep
+from underdraw.protocols import (
+    CapturableDraft,
+    Drafter,
+    DrafterSession,
+    DraftRequest,
+    PassConfig,
+    PrefillOutput,
+    Prompt,
+    VerifiedStep,
+)
 from underdraw.tree import DraftTree
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -66,7 +74,7 @@ class Timed:
     """A drafter that keeps time, also where its passes are captured."""
 
     def __init__(self, drafter: Drafter, clock: Clock) -> None:
-        self.drafter, self.clock = drafter, clock
+        self.drafter, self.clock, self.proposes = drafter, clock, drafter.proposes
 
     def open(
         self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,8 @@ class BlockNet(EagleNet):
 @dataclass(frozen=True, slots=True)
 class BlockDrafter:
     """A trained block drafter with the calibration of its scores."""
+
+    proposes: ClassVar[Literal["tree"]] = "tree"
 
     net: BlockNet
     calibration: Calibration | None = Calibration()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,8 @@ class EagleNet(nn.Module):
 @dataclass(frozen=True, slots=True)
 class Eagle:
     """A trained head with the calibration of its scores."""
+
+    proposes: ClassVar[Literal["tree"]] = "tree"
 
     net: EagleNet
     calibration: Calibration | None = Calibration()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 
 from underdraw.layout import Layout
-from underdraw.nn.capture import CapturableDraft
-from underdraw.protocols import DraftRequest, PrefillOutput, Prompt
+from underdraw.protocols import CapturableDraft, DraftRequest, PrefillOutput, Prompt
 from underdraw.tree import DraftTree, chain, root_only
 
 
 @dataclass(frozen=True, slots=True)
 class Forced:
     """Knows the layout and nothing else."""
+
+    proposes: ClassVar[Literal["chain"]] = "chain"
 
     def open(
         self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float

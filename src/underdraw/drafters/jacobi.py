@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.nn.capture import CapturableDraft
 from underdraw.plan import MAX_NODES
-from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, VerifiedStep
+from underdraw.protocols import CapturableDraft, DraftRequest, PrefillOutput, Prompt, VerifiedStep
 from underdraw.tree import DraftTree, Proposal, chain
 
 Init = Literal["left", "above", "random"]
@@ -31,6 +30,8 @@ Init = Literal["left", "above", "random"]
 class Jacobi:
     """At most `window` tokens are guessed ahead, fewer where the tree is less deep; `init` says from where a step
     starts: the token to its left, the one above (left in the first row), or a random code."""
+
+    proposes: ClassVar[Literal["chain"]] = "chain"
 
     window: int = 32
     init: Init = "above"

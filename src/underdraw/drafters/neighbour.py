@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,14 +16,15 @@ from torch import Tensor
 from underdraw.calibration import Calibration
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.nn.capture import CapturableDraft
-from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, VerifiedStep
+from underdraw.protocols import CapturableDraft, DraftRequest, PrefillOutput, Prompt, VerifiedStep
 from underdraw.tree import DraftTree, Frontier, grow_tree
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
     """Weights of the votes: left, above, above-right, and the code that last followed this one in this image."""
+
+    proposes: ClassVar[Literal["tree"]] = "tree"
 
     left: float = 1.0
     above: float = 1.0

@@ -16,14 +16,13 @@ from torch import Tensor
 from underdraw.calibration import Calibration
 from underdraw.constants import arange_cached
 from underdraw.layout import Layout
-from underdraw.nn.capture import CapturableDraft, PassConfig
 from underdraw.nn.kv_cache import KVCache
 from underdraw.nn.layer_functions import PLAIN
 from underdraw.nn.rope import RopeTable
 from underdraw.nn.target import apply_guidance
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import MAX_NODES, bucket_size
-from underdraw.protocols import DraftRequest, VerifiedStep
+from underdraw.protocols import CapturableDraft, DraftRequest, PassConfig, VerifiedStep
 from underdraw.tree import DraftTree, ExpandFn, Frontier, grow_tree
 
 _WAITING = 16  # tokens that a captured pass has room for at least: a wide one costs less than one more kind of it
@@ -137,8 +136,8 @@ class NetworkDraftSession(CapturableDraft):
             self.buffers = PendingTokens(spare, wide, spare.clone(), spare[:, 0].clone(), ())
         self.next_width = bucket_size(max(plan.depth + 1, _WAITING))
         prompt = self.width is None
-        self.cache.regions, self.cache.kernel = PLAIN if prompt else config.regions, config.kernel
-        span = self.cache.fix_span(pending.tokens.shape[1] + max(plan.depth * plan.width, 1), config.quantum)
+        self.cache.regions, self.cache.kernel = PLAIN if prompt else config.layer_functions, config.kernel
+        span = self.cache.fix_span(pending.tokens.shape[1] + max(plan.depth * plan.width, 1), config.span_multiple)
         return None if prompt else (self.width, span)
 
     def sync(self, counts: tuple[int, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from underdraw.protocols import PrefillOutput, Prompt
 @dataclass(frozen=True, slots=True)
 class SmallModel:
     """Any decoder that reads the target's prompts and draws the target's codes."""
+
+    proposes: ClassVar[Literal["tree"]] = "tree"
 
     target: DecoderTarget
     calibration: Calibration | None = Calibration()

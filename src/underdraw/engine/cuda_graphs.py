@@ -23,13 +23,12 @@ from torch import Tensor
 from underdraw.engine.step import AcceptedTokens, StepRunner, TokenStatsMode, grown_plans, unpack_from_host
 from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.nn.attention import Kernel, triton_available
-from underdraw.nn.capture import CapturableDraft, PassConfig
 from underdraw.nn.layer_functions import PLAIN, LayerFunctions, joined
 from underdraw.nn.row_invariant import chunk, fewest, multiple
 from underdraw.nn.target import DecoderSession
 from underdraw.nn.transformer import DecoderLayer
 from underdraw.plan import TreePlan, bucket_size
-from underdraw.protocols import Drafter, Prompt, Target, Verifier
+from underdraw.protocols import CapturableDraft, Drafter, PassConfig, Prompt, Target, Verifier
 from underdraw.sampling import NoiseStream, Sampler
 from underdraw.tree import DraftTree, Proposal, TreeLimits, covering_plan
 
@@ -266,7 +265,7 @@ class GraphRunner(StepRunner):
 
         def work() -> Tensor:
             noise_window = self.sampler.noise_window(self.steps, config.plan.depth + 1)
-            judged = self.draft_and_verify(config.plan, limits, noise_window, config.size)
+            judged = self.draft_and_verify(config.plan, limits, noise_window, config.bucket_size)
             self.tree = judged.tree if config.plan.min_probability else None
             self.commit(judged, ())
             return judged.packed
@@ -275,7 +274,7 @@ class GraphRunner(StepRunner):
             return work()
         if kind not in self.runs:
             self.runs[kind] = None
-            self.graphs.announce(config.size)
+            self.graphs.announce(config.bucket_size)
             return work()
         run = self.runs[kind]
         if run is None:

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from underdraw.errors import CapacityError, ConfigError
 from underdraw.layout import Layout
 from underdraw.nn import memory
-from underdraw.nn.capture import Capturable, PassConfig
 from underdraw.nn.kv_cache import KVCache
 from underdraw.nn.rope import RopeTable
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import MAX_NODES
-from underdraw.protocols import PrefillOutput, Prefix, Prompt, TargetOutput, VerifiedStep
+from underdraw.protocols import Capturable, PassConfig, PrefillOutput, Prefix, Prompt, TargetOutput, VerifiedStep
 from underdraw.tree import DraftTree
 
 
@@ -173,8 +172,8 @@ class DecoderSession(Capturable):
         return TargetOutput(apply_guidance(logits, self.guidance), features)
 
     def prepare(self, config: PassConfig) -> Hashable | None:
-        self.cache.regions, self.cache.kernel = config.regions, config.kernel
-        return self.cache.fix_span(config.size, config.quantum)
+        self.cache.regions, self.cache.kernel = config.layer_functions, config.kernel
+        return self.cache.fix_span(config.bucket_size, config.span_multiple)
 
     def sync(self, counts: tuple[int, ...]) -> None:
         self.cache.sync_lengths(counts * self.copies)

@@ -29,9 +29,9 @@ def commands(pack: Path, drafter: str, pictures: Path, batch: int) -> dict[str, 
         "prompts": ["recipes.tiny.combinations", *given, "--prompts", PROMPTS],
         "sheet": ["underdraw", "generate", *common, *drawn, "--sheet", "docs/images/tiny-sheet.jpg"],
         "statistics": ["underdraw", "evaluate", "statistics", *common, "--out", f"{RESULTS}/statistics.json"],
-        "loss": ["recipes.tiny.statistics", *given, "--into", f"{RESULTS}/statistics.json"],
+        "loss": ["recipes.tiny.grade_loss", *given, "--into", f"{RESULTS}/statistics.json"],
         "subjects": [
-            "underdraw", "evaluate", "subjects", *given, *parts, "--batch", str(batch),
+            "recipes.tiny.grade_subjects", *given, *parts, "--batch", str(batch),
             "--out", f"{RESULTS}/subjects.json", "--sheet", str(pictures / "subjects.png"),
         ],
         "targets": ["recipes.tiny.targets", *common, "--out", "benchmarks/results/targets/cpu"],
@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--drafter", default="auto", help="auto (the model's own, or jacobi), jacobi, or a folder")
     parser.add_argument("--pictures", type=Path, default=Path("pictures"), help="folder for the sheet's pictures")
     parser.add_argument("--batch", type=int, default=1, help="pictures drawn together")
-    parser.add_argument("--only", nargs="*", metavar="PART", help="prompts, sheet, statistics, subjects, targets, ...")
+    parser.add_argument(
+        "--only", nargs="*", metavar="PART", help="prompts, sheet, statistics, loss, subjects, targets, ..."
+    )
     options = parser.parse_args()
     if not Path(PROMPTS).is_file():
         raise SystemExit("error: run this in the root of the repository, where benchmarks and docs are.")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from underdraw.cli.app import main
@@ -33,6 +34,14 @@ def call(*arguments: object) -> Result:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(argument) for argument in arguments])
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def run_script(module: ModuleType, *arguments: object) -> Result:
+    """`python -m MODULE ARGUMENTS` of a script with a typer app, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(argument) for argument in arguments], command=module.app, name=f"python -m {module.__name__}")
     return Result(code, out.getvalue(), err.getvalue())
 
 

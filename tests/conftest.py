@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import small
+import small_checkpoint
 import torch
 
 from underdraw import Pipeline
@@ -25,7 +25,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a very small random model of the tiny family and its drafter; not to be changed."""
-    return small.write(tmp_path_factory.mktemp("models") / "small")
+    return small_checkpoint.write(tmp_path_factory.mktemp("models") / "small")
 
 
 @pytest.fixture

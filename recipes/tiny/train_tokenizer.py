@@ -1,4 +1,4 @@
-"""Trains the tiny family's image tokenizer: `underdraw train tokenizer --pack P --lpips L --out DIR`.
+"""Trains the tiny family's image tokenizer: `python -m recipes.tiny.train_tokenizer --pack P --lpips L --out DIR`.
 
 L1 + L2 + LPIPS on composed pictures, and a loss that makes codes repeat where the picture does. AdamW with a cosine
 over a budget of seconds, an exponential moving average of the weights, which is what is written. The same command goes

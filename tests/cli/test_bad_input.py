@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import small
+import small_checkpoint
 from commands import call, start
 
 from underdraw.nn.weights import load_weights, save_weights
@@ -66,7 +66,7 @@ def without_norms(model: Path) -> None:
 
 def other_drafter(here: Path) -> None:
     """A drafter for a target of another width."""
-    model = small.write(here / "other")
+    model = small_checkpoint.write(here / "other")
     state, about = load_weights(model / "drafter")
     save_weights(here / "drafter", state, {**about, "target": {**about["target"], "dim": 128}})
     shutil.rmtree(model)

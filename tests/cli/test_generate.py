@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import small
+import small_checkpoint
 from commands import call
 from PIL import Image
 
@@ -36,7 +36,7 @@ def test_one_picture(small_model: Path, folder: Path) -> None:
     (line,) = done.out.splitlines()
     assert line.startswith("fox.png: ") and "passes" in line and "tokens per pass" in line and "seed 7" in line
     picture = Image.open("fox.png")
-    assert picture.size == (small.PIXELS, small.PIXELS) and np.asarray(picture).std() > 1
+    assert picture.size == (small_checkpoint.PIXELS, small_checkpoint.PIXELS) and np.asarray(picture).std() > 1
     assert sorted(path.name for path in folder.iterdir()) == ["fox.png"]
 
 
@@ -46,9 +46,9 @@ def test_json_is_the_last_line(small_model: Path, folder: Path) -> None:
     record = done.record
     for key in ("seconds", "passes", "tokens", "tokens_per_pass", "mean_depth", "speedup", "identical"):
         assert key in record
-    assert record["identical"] is True and record["tokens"] == record["plain_passes"] == small.TOKENS
-    assert record["tokens_per_pass"] == pytest.approx(small.TOKENS / record["passes"], abs=1e-3)
-    assert record["passes"] < small.TOKENS
+    assert record["identical"] is True and record["tokens"] == record["plain_passes"] == small_checkpoint.TOKENS
+    assert record["tokens_per_pass"] == pytest.approx(small_checkpoint.TOKENS / record["passes"], abs=1e-3)
+    assert record["passes"] < small_checkpoint.TOKENS
     assert record["load"]["seconds"] > 0 and 10**4 < record["load"]["weight_bytes"] < 10**7
     assert record["tokens_per_second"] == pytest.approx(record["tokens"] / record["seconds"], rel=0.01)
     assert record["pass_ms"] > 0 and record["plain_pass_ms"] > 0
@@ -95,7 +95,7 @@ def test_a_random_seed_is_told(small_model: Path, folder: Path) -> None:
 def test_force_replaces(small_model: Path, folder: Path) -> None:
     (folder / "a.png").write_text("old")
     assert call("generate", "fox", "-m", small_model, "-o", "a.png", "--force", *QUICK).code == 0
-    assert Image.open("a.png").size == (small.PIXELS, small.PIXELS)
+    assert Image.open("a.png").size == (small_checkpoint.PIXELS, small_checkpoint.PIXELS)
 
 
 def test_sheets(small_model: Path, folder: Path) -> None:
@@ -110,7 +110,7 @@ def test_sheets(small_model: Path, folder: Path) -> None:
 
 def test_many_pictures_of_one_prompt(small_model: Path, folder: Path) -> None:
     record = call("generate", "fox", "-m", small_model, "--n", 3, "-o", "foxes", "--seed", 5, "--json", *QUICK).record
-    assert record["pictures"] == record["drawn"] == 3 and record["tokens"] == 3 * small.TOKENS
+    assert record["pictures"] == record["drawn"] == 3 and record["tokens"] == 3 * small_checkpoint.TOKENS
     rows = [json.loads(line) for line in Path("foxes/manifest.jsonl").read_text().splitlines()]
     assert [row["seed"] for row in rows] == [5, 6, 7] and len({pixels(folder / "foxes" / r["file"]) for r in rows}) == 3
     out = Pipeline.from_pretrained(small_model)("fox", num_images_per_prompt=3, seed=5)
@@ -198,5 +198,5 @@ def test_a_bar_counts_tokens(
     monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a bar waits a while before it shows
     assert main(["generate", "fox", "-m", str(small_model), "-o", "a.png", *QUICK, *options]) == 0
     shown = terminal.getvalue()
-    assert (f"0/{small.TOKENS}" in shown) == seen and ("tokens/pass" in shown) == seen
+    assert (f"0/{small_checkpoint.TOKENS}" in shown) == seen and ("tokens/pass" in shown) == seen
     assert ("loading" in shown) == seen

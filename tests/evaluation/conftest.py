@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import small
+import small_checkpoint
 from commands import call
 
 PROMPTS = 40
@@ -14,7 +14,7 @@ PROMPTS = 40
 @pytest.fixture(scope="session")
 def mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose pictures are 3 x 3 codes: the least that has a cell with neighbours on all sides."""
-    return small.write(tmp_path_factory.mktemp("models") / "mini", side=3)
+    return small_checkpoint.write(tmp_path_factory.mktemp("models") / "mini", side=3)
 
 
 @pytest.fixture(scope="session")

@@ -213,18 +213,18 @@ def test_memory_is_that_of_the_picture() -> None:
 
 
 def test_a_preset_needs_a_drafter(tmp_path: Path, prompts: Path) -> None:
-    import small
+    import small_checkpoint
 
-    model = small.write(tmp_path / "bare", side=3, drafter=False)
+    model = small_checkpoint.write(tmp_path / "bare", side=3, drafter=False)
     done = call("bench", "-m", model, "--prompts", prompts, "--preset", "paper-main", "--out", tmp_path / "run")
     assert done.code == 2 and "no drafter of its own" in done.err and not (tmp_path / "run").exists()
 
 
 def test_a_preset_drafts_with_the_models_own_drafter(tmp_path: Path, prompts: Path) -> None:
     """Even if the model was saved with another one as its default."""
-    import small
+    import small_checkpoint
 
-    model = small.write(tmp_path / "model", side=3)
+    model = small_checkpoint.write(tmp_path / "model", side=3)
     (model / "underdraw.json").write_text('{"drafter": "jacobi"}')
     options = ("--prompts", prompts, "--preset", "paper-main", "--limit", 1, "--temperature", 0, "--repeats", 1)
     assert call("bench", "-m", model, *options, "--out", tmp_path / "run").code == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import published
 import pytest
-import small
+import small_checkpoint
 import torch
 from along import Case
 from commands import call
@@ -82,7 +82,7 @@ def test_parts_that_are_no_models(tmp_path: Path, c2i: Case) -> None:
 
 
 def test_our_own_family_and_drafter(tmp_path: Path) -> None:
-    small.write(tmp_path / "m")
+    small_checkpoint.write(tmp_path / "m")
     report = inspect(open_checkpoint(tmp_path / "m"))
     assert report.family == "tiny" and report.files == 3 and report.decoder["layers"] == 1
     assert inspect(open_checkpoint(tmp_path / "m" / "drafter")).kind == "drafter"

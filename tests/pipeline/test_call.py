@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small
+import small_checkpoint
 import torch
 
 from underdraw import Pipeline, PipelineOutput
@@ -25,15 +25,16 @@ def same(one: PipelineOutput, other: PipelineOutput) -> bool:
 def test_words_to_a_picture(small_model: Path) -> None:
     out = Pipeline.from_pretrained(small_model)("a red fox")
     assert isinstance(out, PipelineOutput) and out.complete
-    assert out.images[0].size == (small.PIXELS, small.PIXELS)
-    assert out.stats.tokens == small.TOKENS and out.stats.passes == out.history.passes
+    assert out.images[0].size == (small_checkpoint.PIXELS, small_checkpoint.PIXELS)
+    assert out.stats.tokens == small_checkpoint.TOKENS and out.stats.passes == out.history.passes
     assert out.stats.tokens_per_pass == pytest.approx(out.history.tokens_per_pass)
     assert out.stats.seconds > 0 and math.isfinite(out.stats.mean_depth)
 
 
 def test_names_as_in_diffusers(pipe: Pipeline) -> None:
     out = pipe(
-        prompt=["a red fox", "a house"], negative_prompt="blue", height=small.PIXELS, width=small.PIXELS,
+        prompt=["a red fox", "a house"], negative_prompt="blue", height=small_checkpoint.PIXELS,
+        width=small_checkpoint.PIXELS,
         guidance_scale=2.0, num_images_per_prompt=2, generator=torch.Generator().manual_seed(5), output_type="pil",
         callback_on_step_end=lambda pipe, index, cell, known: known,
     )  # fmt: skip
@@ -56,7 +57,7 @@ def test_without_a_seed_two_calls_differ(pipe: Pipeline) -> None:
 
 
 def test_kinds_of_output(pipe: Pipeline) -> None:
-    side = small.PIXELS
+    side = small_checkpoint.PIXELS
     pil, array, tensor, codes = (
         pipe(["fox", "tree"], seed=1, output_type=kind).images  # type: ignore[arg-type]
         for kind in ("pil", "np", "pt", "codes")
@@ -64,7 +65,7 @@ def test_kinds_of_output(pipe: Pipeline) -> None:
     assert array.shape == (2, side, side, 3) and tensor.shape == (2, 3, side, side) and codes.shape[1:] == (6, 6)
     assert np.array_equal((array * 255).round().astype(np.uint8), np.stack([np.asarray(image) for image in pil]))
     assert np.array_equal(tensor.permute(0, 2, 3, 1).numpy(), array)
-    assert codes.min() >= 0 and codes.max() < small.IMAGES.codes
+    assert codes.min() >= 0 and codes.max() < small_checkpoint.IMAGES.codes
 
 
 def test_callbacks_see_every_pass(pipe: Pipeline) -> None:
@@ -90,7 +91,7 @@ def test_interruption(pipe: Pipeline) -> None:
     out = pipe("fox", seed=1, callback_on_step_end=stop)
     assert not out.complete and out.stats.passes == 5
     drawn = out.history.grid("tokens") >= 0
-    assert 0 < drawn.sum() < small.SIDE**2
+    assert 0 < drawn.sum() < small_checkpoint.SIDE**2
     assert np.array_equal(out.history.grid("tokens")[drawn], whole.history.grid("tokens")[drawn])
     assert np.asarray(out.images[0])[-1].min() == 255  # what is not drawn stays blank
     assert same(pipe("fox", seed=1), whole)  # the next call is not interrupted

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small
+import small_checkpoint
 
 from underdraw import Pipeline
 from underdraw.errors import UnderdrawError
@@ -32,7 +32,7 @@ def test_round_trip(small_model: Path, tmp_path: Path) -> None:
 
 
 def test_a_drafter_from_elsewhere_comes_along(small_model: Path, tmp_path: Path) -> None:
-    bare = small.write(tmp_path / "bare", drafter=False)
+    bare = small_checkpoint.write(tmp_path / "bare", drafter=False)
     shutil.copytree(small_model / "drafter", tmp_path / "mine")
     pipe = Pipeline.from_pretrained(bare, drafter=str(tmp_path / "mine"), tree="chain:depth=2")
     folder = pipe.save_pretrained(tmp_path / "saved")

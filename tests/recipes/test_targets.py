@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import small
+import small_checkpoint
 from commands import call
 
 from recipes.tiny import targets
@@ -34,7 +34,7 @@ def test_targets_in_one_command(
     """Without a trained drafter, with commands in this process."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red fox\n")
-    model = small.write(tmp_path / "bare", side=3, drafter=False)
+    model = small_checkpoint.write(tmp_path / "bare", side=3, drafter=False)
 
     def here(words: list[str]) -> None:
         if code := call(*words).code:

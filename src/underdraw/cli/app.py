@@ -24,7 +24,6 @@ COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsi
     "bench engine": "underdraw.cli.engine",
     "plot": "underdraw.cli.plot",
     "evaluate": "underdraw.cli.evaluate",
-    "evaluate subjects": "recipes.tiny.grade_subjects",
     "evaluate statistics": "underdraw.cli.statistics",
     "models": "underdraw.cli.models",
     "models inspect": "underdraw.cli.inspect",
@@ -110,13 +109,13 @@ def underdraw(
         print(ctx.get_help())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, name: str = "underdraw") -> int:
+    """Run a command, `underdraw` or a script of its own; returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a prompt may hold characters that the terminal lacks
     try:
-        code = app(args=arguments, prog_name="underdraw", standalone_mode=False)
+        code = command(args=arguments, prog_name=name, standalone_mode=False)
     except UsageError as error:
         return print_error(error.format_message())
     except UnderdrawError as error:

@@ -1,4 +1,4 @@
-"""`underdraw train PART`: the training data, the parts of the tiny family, and drafters for any family.
+"""`underdraw train PART`: drafters for any family, and the samples they are trained on.
 
 Each part has options of its own, which its module under `underdraw.training` knows; this only finds the module.
 """
@@ -10,9 +10,6 @@ import importlib
 import typer
 
 PARTS = {
-    "data": ("recipes.tiny.build", "Build the tiny family's training pack from pinned packages."),
-    "tokenizer": ("recipes.tiny.train_tokenizer", "Train the tiny family's image tokenizer."),
-    "model": ("recipes.tiny.train_decoder", "Train the tiny family's decoder."),
     "samples": ("underdraw.training.samples", "Draw or encode the pictures that a drafter learns from."),
     "drafter": ("underdraw.training.drafter", "Train a drafter for any model."),
 }
@@ -22,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train the tiny family, or a drafter for any family. Every part goes on where it stopped.",
+    help="Train a drafter for any family. Every part goes on where it stopped.",
     epilog="Examples:\n\nunderdraw train samples --prompts prompts.txt --out samples\n\n"
     "underdraw train drafter --samples samples --out drafter --seconds 600\n\nunderdraw train drafter --help",
 )

@@ -1,7 +1,7 @@
 """Trains a drafter for any target: `underdraw train drafter --model M --samples S --out D`.
 
 The target's features and guided distributions are what it learns, several tokens ahead (`unroll`). Samples come from
-the target itself or from encoded pictures (`samples`); the tiny family can also compose pictures on the fly. The
+the target itself or from encoded pictures (`samples`). The
 folder that it writes is a drafter that pipelines load, with its card, and what the same command goes on from: exactly,
 or, where only the weights are left, with fresh moments.
 """
@@ -35,7 +35,7 @@ from underdraw.pipeline import Pipeline
 from underdraw.training.checkpoint import load_state
 from underdraw.training.command import run, trainer_parser
 from underdraw.training.devices import Devices
-from underdraw.training.lessons import Draw, alternating, from_pack, from_samples
+from underdraw.training.lessons import Draw, from_samples
 from underdraw.training.losses import BlockLoss, EagleLoss, roots_of
 from underdraw.training.optim import follow, optimizers, set_rate, step_all
 from underdraw.training.quality import BEST, Quality, shares
@@ -330,7 +330,7 @@ def _machine(device: torch.device) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     defaults = DrafterTraining()
-    parser = trainer_parser("drafter", __doc__, defaults, pack="pictures to compose lessons from (tiny family)")
+    parser = trainer_parser("drafter", __doc__, defaults, pack="not used")
     parser.add_argument(
         "--model", default="tiny", help="the target: tiny, a folder, a file, or an owner/name of the hub"
     )
@@ -366,8 +366,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     devices.wait()
     lessons, held_out = samples.split(options.held_out)
     draw = from_samples(model, trainer.teacher, samples if options.keep_features else lessons)
-    if options.pack:
-        draw = alternating(draw, from_pack(model, trainer.teacher, options.pack))
     state = load_state(options.out)
     if state is not None:
         trainer.restore(state)

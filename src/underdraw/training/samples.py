@@ -213,16 +213,6 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
-def captions(model: LoadedModel, pack: Path, count: int, seed: int = 0) -> list[str]:
-    """Captions of composed pictures, for the tiny family."""
-    from recipes.tiny.compose import Composer
-    from recipes.tiny.data import Pack
-
-    composer = Composer(Pack(pack), "train", None, model.image_tokenizer.downsample)
-    texts = composer.captions(composer.draw(count, np.random.default_rng(seed)))
-    return [shortened(model, text) for text in texts]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: draw or encode samples."""
     parser = part_parser("samples", __doc__)
@@ -232,7 +222,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder; continued if it holds shards")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", type=Path, help="text file, one prompt a line, for the target to draw")
-    source.add_argument("--pack", type=Path, help="training pack whose captions the target draws (tiny family)")
     source.add_argument("--images", type=Path, help="folder with pictures and manifest.jsonl, as `generate` writes it")
     parser.add_argument("--count", type=int, default=1024, help="pictures; prompts are used again if there are fewer")
     parser.add_argument("--batch", type=int, default=64, help="pictures drawn together, and in one shard")
@@ -246,9 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.images:
         encode_samples(model, read_manifest(options.images), options.out, batch=options.batch)
         return
-    texts = (
-        read_texts(options.prompts) if options.prompts else captions(model, options.pack, options.count, options.seed)
-    )
+    texts = read_texts(options.prompts)
     wanted = [texts[index % len(texts)] for index in range(options.count)]
     draw_samples(model, wanted, options.out, batch=options.batch, seed=options.seed, temperatures=options.temperatures)
 

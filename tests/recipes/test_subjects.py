@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import small
-import sprites
+import small_checkpoint
+import sprite_pack
 import torch
-from commands import call
+from commands import call, run_script
 from torch import Tensor
 from torch.nn import functional as F
 
-from recipes.tiny import combinations, sources, subjects
+from recipes.tiny import combinations, grade_subjects, sources, subjects
 from recipes.tiny import imagenet_features as features
 from recipes.tiny.combinations import Combination, Shares, read
 from recipes.tiny.compose import COLOURS, PALETTE, Composer
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
-    return sprites.write(tmp_path_factory.mktemp("pack") / "pack.bin")
+    return sprite_pack.write(tmp_path_factory.mktemp("pack") / "pack.bin")
 
 
 class Looking(Network):
@@ -90,7 +90,7 @@ def test_expected_showings_are_those_of_the_composer(pack: Pack) -> None:
         assert shares.expected(one, count) == pytest.approx(seen, abs=5 * seen**0.5), one
     pairs = sum(len(read(text).subjects) == 2 for text in drawn)
     names = [f"a t{n}" for n in range(60)]
-    words = [combinations.STYLES[style].words for style in sprites.STYLES]
+    words = [combinations.STYLES[style].words for style in sprite_pack.STYLES]
     total = sum(
         shares.expected(Combination((a, b), style, "on a white background"), count)
         for a in names for b in names for style in words
@@ -121,7 +121,9 @@ def test_true_pictures_come_first(pack: Pack) -> None:
     rng = np.random.default_rng(0)
     names = candidates(pack, 20, rng)
     asked = questions(pack, names, 6, rng)
-    assert {one.set for one in asked} == set(subjects.SETS) - ({"new style"} if sprites.BARE not in names else set())
+    assert {one.set for one in asked} == set(subjects.SETS) - (
+        {"new style"} if sprite_pack.BARE not in names else set()
+    )
     assert all(is_held_out(pack.pictures[one.rows[0]].subject) == (one.set == "held-out") for one in asked)
     judge = Judge(pack, names, Looking())
     for kind in ("training", "held-out", "new pair"):
@@ -217,12 +219,12 @@ def test_the_command(pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     words = {f" {word}" for picture in pack.pictures for word in picture.phrase.split()}
     more = ["3D", "render", "flat", "emoji", "cartoon", "on", "an", "a", "the", "left", "right", "and", "to"]
     words |= {f" {word}" for word in (*more, "background", ",", *(w for colour in COLOURS for w in colour.split()))}
-    model = small.write(tmp_path / "model", words=sorted(words), length=40)
+    model = small_checkpoint.write(tmp_path / "model", words=sorted(words), length=40)
     monkeypatch.setattr(features, "weights", lambda cache: {})
     monkeypatch.setattr(features, "Network", lambda state: Looking())
     out, sheet = tmp_path / "new" / "subjects.json", tmp_path / "sheet.png"
     given = ["--pack", pack.path, "-m", model, "--count", 3, "--candidates", 12, "--batch", 6, "--out", out]
-    done = call("evaluate", "subjects", *given, "--sheet", sheet, "--json")
+    done = run_script(grade_subjects, *given, "--sheet", sheet, "--json")
     assert done.code == 0, done.err
     assert done.record == json.loads(out.read_text()) and sheet.is_file()
     for entry in done.record["sets"]:
@@ -239,5 +241,5 @@ def test_the_command(pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--candidates", 3], "3 candidates cannot be had"),
         (["--out", sheet / "x.json"], "is a file"),
     ):
-        done = call("evaluate", "subjects", *given, *words, "--quiet")
+        done = run_script(grade_subjects, *given, *words, "--quiet")
         assert done.code == 2 and says in done.err and done.err.count("\n") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import pickle
 import re
 import subprocess
@@ -44,6 +45,7 @@ from underdraw.tokenizers.fsq import VQTokenizer, load_tokenizer, save_tokenizer
 from underdraw.tokenizers.text import BEGIN, PAD, TextTokenizer
 from underdraw.training.checkpoint import load_state
 
+ROOT = Path(__file__).parents[2]
 PX = 64
 SUBJECTS = 80
 STYLES = ("fluent-3d", "noto", "twemoji")
@@ -472,15 +474,16 @@ def test_model_training_learns_saves_and_draws(foresight: int, pack: Pack, paint
 @pytest.mark.parametrize(
     ("module", "options"),
     [
-        ("tokenizer", ["--pack", "missing.bin", "--out", "out"]),
-        ("model", ["--pack", "missing.bin", "--out", "out", "--tokenizer", "missing"]),
+        ("train_tokenizer", ["--pack", "missing.bin", "--out", "out"]),
+        ("train_decoder", ["--pack", "missing.bin", "--out", "out", "--tokenizer", "missing"]),
         ("text", ["--pack", "missing.bin", "--out", "out.json"]),
-        ("tokenizer", ["--pack", "missing.bin", "--out", "out", "--secnds", "3"]),
+        ("train_tokenizer", ["--pack", "missing.bin", "--out", "out", "--secnds", "3"]),
     ],
 )
 def test_a_wrong_command_is_one_sentence_and_leaves_nothing(module: str, options: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", f"underdraw.training.{module}", *options]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", f"recipes.tiny.{module}", *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "error:" in done.stderr.splitlines()[-1]

@@ -116,7 +116,7 @@ def agree(out: Path, tiny: bool) -> None:
     graphs = make_graph_cache(pipe.device, "auto") or GraphCache(record=EagerPass)
     count = 1 if tiny else 20
     texts = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
-    job = pipe.job(texts)
+    job = pipe.request(texts)
     prompts = [pipe.model.make_prompt(text, None, job.size) for text in texts]
     found = agreement(
         pipe.model.target, pipe.model.make_layout(job.size), prompts, job.guidance, graphs.padded,

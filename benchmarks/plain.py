@@ -33,8 +33,8 @@ def qwen(pipe: Pipeline) -> Qwen3ForCausalLM:
 
 def ours(pipe: Pipeline, tokens: int) -> float:
     """Milliseconds a token of the plain loop, noise and guidance included."""
-    job = pipe.job("a ghost", seed=0, temperature=0.0)
-    steps, seconds = pipe.steps(job, [History(pipe.model.make_layout(job.size))]), []
+    job = pipe.request("a ghost", seed=0, temperature=0.0)
+    steps, seconds = pipe.stream(job, [History(pipe.model.make_layout(job.size))]), []
     for step in steps:
         seconds.append(step.seconds)
         if len(seconds) == tokens:

@@ -112,7 +112,7 @@ def draw_all(pipe: Pipeline, texts: Sequence[str], seeds: Sequence[int], batch: 
     """Pictures (N, 3, H, W) in [0, 1], a few at a time, with the pipeline's own settings."""
     import torch
 
-    total = work(pipe.model.make_layout(pipe.job(texts[0], seed=0).size)) * len(texts)
+    total = work(pipe.model.make_layout(pipe.request(texts[0], seed=0).size)) * len(texts)
     drawn = []
     with progress(total, silent=silent) as advance:
         for start in range(0, len(texts), batch):

@@ -256,7 +256,7 @@ def measure(
             entry["coded"] = judge.accepted_path(own, coded(pipe, true))
         entry["texts"] = [one.text for one in own]
         found.append(entry)
-    job = pipe.job(asked[0].text, seed=seed)
+    job = pipe.request(asked[0].text, seed=seed)
     return {
         "kind": "subjects", "model": pipe.model.name, "settings": told(pipe.settings(job)), "seed": seed,
         "network": NAME, "candidates": len(names), "gallery": len(judge.gallery.styles),

@@ -1,24 +1,32 @@
-"""What a call of the pipeline returns: pictures, the seeds they came from, what they cost and what happened.
-
-Every figure is a sum over histories; nothing here decodes.
-"""
+"""What a call of the pipeline returns: images, their prompts and seeds, statistics, and the record of every pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+import numpy as np
+import torch
+
+from underdraw import __version__
 from underdraw.errors import ConfigError
 from underdraw.history import History
+from underdraw.protocols import ImageTokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+OutputType = Literal["pil", "np", "pt", "codes"]
+"""list[PIL.Image], array (B, H, W, 3) in [0, 1], tensor (B, 3, H, W) in [0, 1], or codes (B, rows, cols)."""
+ImagesT = TypeVar("ImagesT")  # what `output_type` says
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What one call cost. Times are of the decoding loop, without loading and without turning codes into pixels."""
+    """Speed of one call. Times cover the decoding loop, without loading and without decoding codes to pixels."""
 
     seconds: float
     passes: int
@@ -29,41 +37,124 @@ class Stats:
 
     @classmethod
     def of(cls, histories: Sequence[History], seconds: float) -> Stats:
-        """Sums over a batch. Images of a batch share their passes, so `passes` is the largest number of them."""
-        drawn = [int((history.pass_index >= 0).sum()) for history in histories]
-        own = sum(history.passes for history in histories)
+        """Statistics of a batch. Its images share their passes, so `passes` is that of the slowest image."""
+        tokens = sum(int((history.pass_index >= 0).sum()) for history in histories)
+        image_passes = sum(history.passes for history in histories)
 
         def mean(name: str) -> float:
-            return sum(getattr(h, name) * h.passes for h in histories if h.passes) / max(1, own)
+            return sum(getattr(h, name) * h.passes for h in histories if h.passes) / max(1, image_passes)
 
         return cls(
             seconds=seconds,
             passes=max(history.passes for history in histories),
-            tokens=sum(drawn),
-            tokens_per_pass=sum(drawn) / max(1, own),
+            tokens=tokens,
+            tokens_per_pass=tokens / max(1, image_passes),
             mean_depth=mean("mean_depth"),
             mean_nodes=mean("mean_nodes"),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineOutput:
-    """Pictures, in the order of prompts and then of images per prompt, with what happened on the way to them."""
+class PipelineOutput(Generic[ImagesT]):
+    """B images in the order of prompts, then of images per prompt.
 
-    images: Any  # list of PIL images, array (B, H, W, 3), tensor (B, 3, H, W), or codes (B, rows, cols)
+    As with diffusers' outputs, `out[0]` and `out["images"]` are `out.images`, and `(images,) = out` unpacks it.
+    """
+
+    images: ImagesT
     prompts: list[str]
     seeds: list[int]
     stats: Stats
     histories: list[History]
-    complete: bool  # False if a callback has interrupted it
+    complete: bool  # False if a callback has interrupted the call
+    model: str
+    settings: dict[str, Any]  # `Pipeline.settings` of the request
 
     @property
     def history(self) -> History:
         """The record of the first image."""
         return self.histories[0]
 
+    def to_tuple(self) -> tuple[ImagesT]:
+        return (self.images,)
+
+    def __iter__(self) -> Iterator[ImagesT]:
+        return iter(self.to_tuple())
+
+    def __len__(self) -> int:
+        return len(self.to_tuple())
+
+    def __getitem__(self, key: int | slice | str) -> Any:
+        if not isinstance(key, str):
+            return self.to_tuple()[key]
+        if key not in self.__dataclass_fields__:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def metadata(self, index: int = 0) -> dict[str, str]:
+        """The text chunks of an image's PNG: everything that is needed to draw it again."""
+        negative = self.settings["negative_prompt"]
+        settings = {**self.settings, "negative_prompt": negative[index] if isinstance(negative, list) else negative}
+        return {
+            "prompt": self.prompts[index],
+            "seed": str(self.seeds[index]),
+            "model": self.model,
+            "settings": json.dumps(settings),
+            "Software": f"underdraw {__version__}",
+        }
+
+    def save(self, path: str | Path) -> list[Path]:
+        """Write the images as PNG files with their metadata, and return the files.
+
+        A `path` that ends in .png is the file of a single image. Anything else is a folder, created if it does not
+        exist, for 00000.png, 00001.png, ...
+        """
+        from underdraw.images import save_png
+
+        images, path = self._pil_images("save()"), Path(path)
+        if path.suffix.lower() == ".png":
+            if len(images) > 1:
+                raise ConfigError(f"{path} is one file and the call drew {len(images)} images; pass a folder.")
+            files = [path]
+        else:
+            files = [path / f"{index:05d}.png" for index in range(len(images))]
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        for index, (image, file) in enumerate(zip(images, files, strict=True)):
+            save_png(image, file, self.metadata(index))
+        return files
+
     def heatmap(self, index: int = 0) -> Image:
-        """What happened at every cell of one picture, drawn over it."""
+        """Accepted length, tree depth, entropy and top-1 probability of every cell of an image, drawn over it."""
+        return self.histories[index].heatmap(self._pil_images("heatmap()")[index])
+
+    def _pil_images(self, caller: str) -> list[Image]:
         if not isinstance(self.images, list):
-            raise ConfigError("a heat map is drawn over a picture; call the pipeline with output_type='pil'.")
-        return self.histories[index].heatmap(self.images[index])
+            raise ConfigError(f"{caller} needs PIL images; call the pipeline with output_type='pil'.")
+        return self.images
+
+
+@torch.inference_mode()
+def decode_images(
+    tokenizer: ImageTokenizer, histories: Sequence[History], device: torch.device, output_type: OutputType
+) -> Any:
+    """Images of the recorded tokens; cells without a token are white."""
+    layout = histories[0].layout
+    tokens = torch.from_numpy(np.stack([history.tokens for history in histories]))
+    missing = torch.from_numpy(np.stack([history.grid("tokens") < 0 for history in histories]))
+    codes = layout.grid(torch.where(tokens < 0, layout.codes.start, tokens))
+    if output_type == "codes":
+        return codes
+    # One by one: convolutions round by batch size, and an image must not depend on its batch.
+    decoded = torch.cat([tokenizer.decode(image.to(device)).float().cpu() for image in codes.split(1)])
+    pixels = (decoded * 0.5 + 0.5).clamp(0, 1)  # (B, 3, H, W)
+    if missing.any():
+        blank = missing[:, None].repeat_interleave(tokenizer.downsample, 2)
+        pixels = pixels.masked_fill(blank.repeat_interleave(tokenizer.downsample, 3), 1.0)
+    if output_type == "pt":
+        return pixels
+    array = pixels.permute(0, 2, 3, 1).numpy()
+    if output_type == "np":
+        return array
+    from PIL import Image
+
+    return [Image.fromarray((image * 255).round().astype(np.uint8)) for image in array]

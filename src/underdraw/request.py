@@ -1,63 +1,150 @@
-"""Job: one call of the pipeline, checked and complete, and the seeds of its images. Knows no model."""
+"""GenerationRequest: the validated arguments of one call of the pipeline."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any, cast
+from numbers import Integral, Real
+from typing import Any, TypedDict
 
 import torch
 
+from underdraw.engine.decode import check_guidance
 from underdraw.errors import ConfigError
 from underdraw.models.family import ImageSize
-from underdraw.prompts import check_prompt
+from underdraw.prompts import check_prompt, check_text
+from underdraw.sampling import check_sampling
 
 Seed = int | Sequence[int] | None
 Generator = torch.Generator | Sequence[torch.Generator] | None
+MAX_SEED = 2**62 - 1
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keyword arguments of `Pipeline.request`, which `Pipeline.__call__` passes on."""
+
+    negative_prompt: str | Sequence[str] | None
+    height: int | None
+    width: int | None
+    guidance_scale: float | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    num_images_per_prompt: int
+    seed: Seed
+    generator: Generator
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What is drawn, with which seeds and settings."""
+    """One call: B images with a prompt and a seed each, and the settings that they share."""
 
-    prompts: list[str]
-    negative: str | None
-    seeds: list[int]
+    prompts: list[str]  # (B,)
+    negative_prompts: list[str | None]  # (B,)
+    seeds: list[int]  # (B,)
     size: ImageSize
     guidance: float
     temperature: float
     top_k: int
     top_p: float
 
+    def __post_init__(self) -> None:
+        for name in ("guidance", "temperature", "top_p"):
+            if not isinstance(getattr(self, name), Real):
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not a number; pass a number or None.")
+        check_integer("top_k", self.top_k)
+        check_guidance(self.guidance)
+        check_sampling(self.temperature, self.top_k, self.top_p)
 
-def texts_of(prompt: str | Sequence[str], copies: int) -> list[str]:
-    """The prompt of every image: each given one `copies` times."""
-    texts = [prompt] if isinstance(prompt, str) else list(prompt)
+    def settings(self) -> dict[str, Any]:
+        """Everything that the images share, for records."""
+        return {
+            "guidance": self.guidance,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "height": self.size.height,
+            "width": self.size.width,
+            "negative_prompt": self.negative_prompt,
+        }
+
+    @property
+    def negative_prompt(self) -> str | list[str | None] | None:
+        """The negative prompt of all images, or the list of them where they differ."""
+        return self.negative_prompts[0] if len(set(self.negative_prompts)) == 1 else self.negative_prompts
+
+
+def check_integer(name: str, value: object) -> None:
+    if not isinstance(value, Integral):
+        raise ConfigError(f"{name} {value!r} is not a whole number; pass an int.")
+
+
+def expand_prompts(prompt: str | Sequence[str], images_per_prompt: int) -> list[str]:
+    """The prompt of every image: each prompt `images_per_prompt` times in a row."""
+    texts = _texts(prompt, "prompt")
     if not texts:
-        raise ConfigError("no prompts were given; a call needs at least one.")
-    if copies < 1:
-        raise ConfigError(f"{copies} images per prompt cannot be drawn; use at least 1.")
+        raise ConfigError("the list of prompts is empty; pass at least one prompt.")
+    check_integer("num_images_per_prompt", images_per_prompt)
+    if images_per_prompt < 1:
+        raise ConfigError(f"num_images_per_prompt is {images_per_prompt}; use at least 1.")
     for text in texts:
         check_prompt(text)
-    return [text for text in texts for _ in range(copies)]
+    return [text for text in texts for _ in range(images_per_prompt)]
 
 
-def seeds_of(seed: Seed, generator: Generator, count: int) -> list[int]:
-    """One seed per image: seed + i, or the given ones. A generator stands for the seed that it was made with."""
+def expand_negative_prompts(
+    negative_prompt: str | Sequence[str] | None, images: int, images_per_prompt: int
+) -> list[str | None]:
+    """The negative prompt of every image: one for all, or one per prompt."""
+    if negative_prompt is None:
+        return [None] * images
+    texts = _texts(negative_prompt, "negative_prompt")
+    for text in texts:
+        check_text(text)
+    if isinstance(negative_prompt, str):
+        return [negative_prompt] * images
+    if len(texts) * images_per_prompt != images:
+        raise ConfigError(
+            f"{len(texts)} negative prompts were passed with {images // images_per_prompt} prompts; "
+            "pass one text for all, or one per prompt."
+        )
+    return [text for text in texts for _ in range(images_per_prompt)]
+
+
+def _texts(value: str | Sequence[str], name: str) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, Iterable):
+        raise ConfigError(f"a {name} must be text or a list of texts, not {type(value).__name__}.")
+    return list(value)
+
+
+def resolve_seeds(seed: Seed, generator: Generator, images: int) -> list[int]:
+    """One seed per image: seed + i, the listed ones, or random ones. A generator stands for its initial seed."""
     if seed is not None and generator is not None:
-        raise ConfigError("both seed and generator were given; use one of them.")
-    if generator is not None:
-        many = [generator] if isinstance(generator, torch.Generator) else list(generator)
-        own = [g.initial_seed() % 2**62 for g in many]
-        seed = own[0] if isinstance(generator, torch.Generator) else own
+        raise ConfigError("both seed and generator were passed; use one of them.")
+    if isinstance(generator, torch.Generator):
+        seed = generator.initial_seed() % 2**62
+    elif generator is not None:
+        seed = [_initial_seed(item) for item in generator]
     if seed is None:
         seed = secrets.randbelow(2**31)
-    seeds = [int(seed) + index for index in range(count)] if isinstance(seed, Integral) else list(cast(Any, seed))
-    if len(seeds) != count:
-        raise ConfigError(f"{len(seeds)} seeds came with {count} images; give one seed, or one per image.")
-    wrong = [value for value in seeds if not isinstance(value, Integral) or not 0 <= int(value) < 2**62]
-    if wrong:
-        raise ConfigError(f"seed {wrong[0]!r} is not allowed; use whole numbers from 0 to 2**62 - 1.")
+    if isinstance(seed, Integral):
+        seeds = [int(seed) + index for index in range(images)]
+    elif isinstance(seed, Iterable) and not isinstance(seed, str):
+        seeds = list(seed)
+    else:
+        raise ConfigError(f"seed {seed!r} is not allowed; use a whole number, or a list with one per image.")
+    if len(seeds) != images:
+        raise ConfigError(f"{len(seeds)} seeds came with {images} images; pass one seed, or one per image.")
+    for value in seeds:
+        if not isinstance(value, Integral) or not 0 <= int(value) <= MAX_SEED:
+            raise ConfigError(f"seed {value!r} is not allowed; use whole numbers from 0 to 2**62 - 1.")
     return [int(value) for value in seeds]
+
+
+def _initial_seed(generator: object) -> int:
+    if not isinstance(generator, torch.Generator):
+        raise ConfigError(f"generator must be a torch.Generator or a list of them, not {type(generator).__name__}.")
+    return generator.initial_seed() % 2**62

@@ -69,6 +69,18 @@ def gumbel(seeds: Tensor, steps: Tensor, count: int, stream: NoiseStream = "targ
     return exponential.log_().neg_().float()
 
 
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Raise a ConfigError for sampling settings that are out of range."""
+    if not math.isfinite(temperature) or temperature < 0:
+        raise ConfigError(f"temperature {temperature} must be 0 (greedy) or a positive number.")
+    if 0 < temperature < 1e-4:
+        raise ConfigError(f"temperature {temperature} is too small to divide by; use 0 for greedy or at least 0.0001.")
+    if top_k < 0:
+        raise ConfigError(f"top_k {top_k} must be 0 (off) or a positive number of codes.")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top_p {top_p} must lie in (0, 1]; 1 turns it off.")
+
+
 class Sampler:
     """Temperature, filters and seeds of a batch of B images of one layout."""
 
@@ -82,16 +94,7 @@ class Sampler:
         top_p: float = 1.0,
         device: str | torch.device = "cpu",
     ) -> None:
-        if not math.isfinite(temperature) or temperature < 0:
-            raise ConfigError(f"temperature {temperature} must be 0 (greedy) or a positive number.")
-        if 0 < temperature < 1e-4:
-            raise ConfigError(
-                f"temperature {temperature} is too small to divide by; use 0 for greedy or at least 0.0001."
-            )
-        if top_k < 0:
-            raise ConfigError(f"top_k {top_k} must be 0 (off) or a positive number of codes.")
-        if not 0 < top_p <= 1:
-            raise ConfigError(f"top_p {top_p} must lie in (0, 1]; 1 turns it off.")
+        check_sampling(temperature, top_k, top_p)
         if not seeds:
             raise ConfigError("no seeds were given; a batch needs one seed per image.")
         if any(seed != int(seed) or not 0 <= seed < 2**62 for seed in seeds):

@@ -20,12 +20,12 @@ COUNT, PASSES = 14, 35  # pictures, and passes of each
 SLOWED = f"""
 import itertools, sys, time
 from underdraw.cli.app import main
-from underdraw.engine.step import Passes
-made, advance = itertools.count(), Passes.advance
-def slowed(*given):
-    time.sleep(0.1 * (next(made) >= {3 * PASSES}))
-    return advance(*given)
-Passes.advance = slowed
+from underdraw.engine.step import StepRunner
+passes, step = itertools.count(), StepRunner.step
+def slowed(*arguments):
+    time.sleep(0.1 * (next(passes) >= {3 * PASSES}))
+    return step(*arguments)
+StepRunner.step = slowed
 sys.exit(main())
 """
 
@@ -171,6 +171,6 @@ def test_a_stopped_picture_is_not_written(small_model: Path, tmp_path: Path, mon
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("underdraw.pipeline.Pipeline.pictures", stop)
+    monkeypatch.setattr("underdraw.pipeline.Pipeline.decode_images", stop)
     done = call("generate", "fox", "-m", small_model, "-o", tmp_path / "a.png", "--tree", "none")
     assert (done.code, done.out, done.err) == (130, "", "stopped.\n") and not list(tmp_path.iterdir())

@@ -176,7 +176,11 @@ def test_keeping_time_changes_nothing(pipe: Pipeline) -> None:
     assert torch.equal(torch.from_numpy(drawn.history.tokens), torch.from_numpy(out.history.tokens))
     assert drawn.history.passes == out.history.passes == drawn.tree_passes + (drawn.history.depth[-1] == 0)
     clock = Clock(torch.device("cpu"))
-    list(pipe.decode(pipe.job("fox", seed=0), [type(out.history)(out.history.layout)], Timed(pipe.drafter, clock)))
+    list(
+        pipe.stream(
+            pipe.request("fox", seed=0), [type(out.history)(out.history.layout)], drafter=Timed(pipe.drafter, clock)
+        )
+    )
     assert clock.seconds > 0
 
 

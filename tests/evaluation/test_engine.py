@@ -18,9 +18,8 @@ from underdraw.bench.performance import page, write_page
 from underdraw.bench.replay import Replan, Replay, Trace
 from underdraw.bench.transformers_baseline import transformers_ms
 from underdraw.cli.app import main
-from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.engine.autotune import PassCosts, measure, remember, remembered, tree_within_budget
+from underdraw.engine.autotune import PassCosts, Workload, load_or_measure_costs, read_costs, tree_within_budget
 from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 from underdraw.errors import ConfigError
 from underdraw.models.family import Placement
@@ -158,17 +157,19 @@ def test_the_gpu_session_on_a_toy(tmp_path: Path) -> None:
     assert "transformers" in record
 
 
-def test_costs_of_captured_passes_are_measured_and_remembered(tmp_path: Path) -> None:
-    of = toy.target()
-    sampler = Sampler(toy.PLAIN, (0,))
+def test_costs_of_captured_passes_are_measured_once_and_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    of, file = toy.target(), tmp_path / "costs.json"
     graphs = GraphCache(record=EagerPass, quantum=64)
-    costs = measure(of, toy.eagle(of), Forced(), toy.prompts(1), sampler, 2.0, graphs)
+    workload = Workload(("toy",), of, toy.eagle(of), toy.prompts(1), Sampler(toy.PLAIN, (0,)), 2.0, graphs)
+    costs = load_or_measure_costs(workload, file)
+    assert [record.message for record in caplog.records if str(file) in record.message], "the log names the file"
     assert [size for size, _ in costs.curve] == [1, 8, 16, 32, 64, 128]
     assert [width for width, _ in costs.levels] == [1, 4, 12]
     assert all(spent > 0 for _, spent in costs.curve)
-    remember(("toy",), costs, tmp_path)
-    assert remembered(("toy",), tmp_path) == costs
-    assert remembered(("other",), tmp_path) is None
+    assert read_costs(workload.name, file) == load_or_measure_costs(workload, file) == costs
+    assert read_costs(replace(workload, key=("other",)).name, file) is None
 
 
 def test_the_fastest_way_to_attend() -> None:

@@ -68,7 +68,7 @@ def test_ranks_by_depth() -> None:
 def test_the_probe_says_what_trees_do(small_model: Path, temperature: float) -> None:
     """Where a chain stood, it accepted as many tokens as the probe found to be the best child, one after the other."""
     pipe = Pipeline.from_pretrained(small_model, tree="chain:depth=3")
-    job = pipe.job("a red fox", seed=3, temperature=temperature)
+    job = pipe.request("a red fox", seed=3, temperature=temperature)
     assert can_probe(pipe.drafter, pipe, job) and not can_probe(
         Pipeline(pipe.model, drafter="jacobi").drafter, pipe, job
     )

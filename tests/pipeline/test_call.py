@@ -101,7 +101,7 @@ def test_too_little_memory_is_one_sentence(pipe: Pipeline) -> None:
     def full(pipe: Pipeline, index: int, cell: int, known: dict[str, Any]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot")
 
-    with pytest.raises(CapacityError, match="2 pictures at once do not fit into the memory of cpu"):
+    with pytest.raises(CapacityError, match="2 images at once do not fit into the memory of cpu"):
         pipe(["fox", "tree"], callback_on_step_end=full)
 
 
@@ -129,11 +129,11 @@ def test_another_type(pipe: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"prompt": []}, "no prompts"),
+        ({"prompt": []}, "list of prompts is empty"),
         ({"prompt": ""}, "is empty"),
         ({"prompt": ["fox", "  "]}, "is empty"),
         ({"prompt": [3]}, "must be text, not int"),
-        ({"negative_prompt": 3}, "must be text, not int"),
+        ({"negative_prompt": 3}, "must be text or a list of texts, not int"),
         ({"num_images_per_prompt": 0}, "at least 1"),
         ({"seed": [1, 2]}, "2 seeds came with 1 images"),
         ({"seed": -1}, "seed -1"),

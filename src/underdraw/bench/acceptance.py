@@ -33,7 +33,7 @@ def measure(
     noted: Noted = lambda drawn: None,
 ) -> dict[str, Any]:
     """Everything, as a record; `noted` hears of every picture."""
-    job = pipe.job(prompts[0], seed=seed)
+    job = pipe.request(prompts[0], seed=seed)
     deep = can_probe(pipe.drafter, pipe, job)
     entries = []
     for temperature in temperatures:
@@ -42,7 +42,7 @@ def measure(
             out = pipe(text, seed=seed + place, temperature=temperature, token_stats="keep", output_type="codes")
             histories.append(out.history)
             if deep:
-                asked = probe(pipe, pipe.job(text, seed=seed + place, temperature=temperature), out.history, DEPTH)
+                asked = probe(pipe, pipe.request(text, seed=seed + place, temperature=temperature), out.history, DEPTH)
                 ranks.append(asked.ranks)
                 plain.append(asked.plain)
             noted(1)

@@ -79,7 +79,7 @@ class ProbeSession:
 
 def can_probe(drafter: Drafter, pipe: Pipeline, job: GenerationRequest) -> bool:
     """Whether a drafter has levels to ask about."""
-    prompts = [pipe.model.make_prompt(job.prompts[0], job.negative, job.size)]
+    prompts = [pipe.model.make_prompt(job.prompts[0], job.negative_prompts[0], job.size)]
     layout = pipe.model.make_layout(job.size)
     with torch.inference_mode():
         prefill = pipe.model.target.open(prompts, layout, guidance=job.guidance).prefill
@@ -90,7 +90,7 @@ def probe(pipe: Pipeline, job: GenerationRequest, history: History, depth: int) 
     """Ask the pipeline's drafter about a picture (one job of one prompt) that was drawn exactly."""
     asked = Probe(pipe.drafter, history, depth)
     again = History(history.layout)
-    prompts = [pipe.model.make_prompt(job.prompts[0], job.negative, job.size)]
+    prompts = [pipe.model.make_prompt(job.prompts[0], job.negative_prompts[0], job.size)]
     parts = pipe.model.target, asked, NoTree(), Exact(), prompts, pipe.sampler(job)
     for _ in decode(*parts, guidance=job.guidance, histories=[again]):
         pass

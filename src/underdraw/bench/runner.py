@@ -132,14 +132,14 @@ class Bench:
 
     def _job(self, method: Method, key: Key) -> GenerationRequest:
         arguments = {**self.sampling, "temperature": key.temperature, "seed": self.plan.seed + key.prompt}
-        return self.pipes[method.drafter].job(self.plan.prompts[key.prompt], **arguments)
+        return self.pipes[method.drafter].request(self.plan.prompts[key.prompt], **arguments)
 
     def draw(self, method: Method, key: Key, token_stats: TokenStatsMode = "skip", passes: int | None = None) -> Drawn:
         """Draw a picture, or its first few passes."""
         pipe = self._ready(method)
         job, timed = self._job(method, key), self.timed[method.drafter]
         history, timed.clock.seconds = History(pipe.model.make_layout(job.size)), 0.0
-        steps = pipe.decode(job, [history], timed, token_stats)
+        steps = pipe.stream(job, [history], token_stats, timed)
         memory = Memory(pipe.device)
         plans, spent = [], []
         opened = 0.0
@@ -253,7 +253,7 @@ class Bench:
 
     def _keep_picture(self, drawn: Drawn, path: Path) -> None:
         """The picture that figures lay their maps over."""
-        save_png(self.pipes[AR.drafter].pictures([drawn.history])[0], path)
+        save_png(self.pipes[AR.drafter].decode_images([drawn.history])[0], path)
 
     def _agreement(self, drawn: Drawn, key: Key, store: Store) -> dict[str, Any]:
         """Whether the picture is the one of plain autoregression with the same seed, and the share of equal codes."""

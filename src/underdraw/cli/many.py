@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from underdraw.cli.manifest import Manifest
 from underdraw.cli.report import Callback, close, compared, figures, progress, rounded, sentence, work
-from underdraw.cli.single import metadata
 from underdraw.cli.task import Sampling, Task
 from underdraw.errors import ConfigError
 
@@ -37,12 +36,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What all pictures of a folder have in common. The job is that of the first prompt."""
+    """What all pictures of a folder have in common. The request is that of the first prompt."""
 
     pipe: Pipeline
     task: Task
     sampling: Sampling
-    job: GenerationRequest
+    request: GenerationRequest
     manifest: Manifest
 
 
@@ -52,14 +51,14 @@ def draw_many(pipe: Pipeline, task: Task, sampling: Sampling) -> None:
     manifest = Manifest(task.out)
     known = {} if task.force else manifest.settings() or {}
     seed = task.seed if task.seed is not None else known.get("seed", secrets.randbelow(2**31))
-    job = pipe.job(task.prompts[0], seed=seed, **sampling.arguments())
-    if job.negative is not None:
-        pipe.model.check_prompt(job.negative)
+    request = pipe.request(task.prompts[0], seed=seed, **sampling.arguments())
+    if sampling.negative is not None:
+        pipe.model.check_prompt(sampling.negative)
     items, skipped = _items(pipe, task, seed)
-    manifest.open(_settings(pipe, task, job, seed), "anew" if task.force else "resume")
+    manifest.open(_settings(pipe, task, request, seed), "anew" if task.force else "resume")
     todo = [item for item in items if item.index not in manifest.rows]
-    run = Run(pipe, task, sampling, job, manifest)
-    total = work(pipe.model.make_layout(job.size)) * len(todo) * (1 + task.compare)
+    run = Run(pipe, task, sampling, request, manifest)
+    total = work(pipe.model.make_layout(request.size)) * len(todo) * (1 + task.compare)
     try:
         with progress(total, silent=task.silent) as advance:
             for start in range(0, len(todo), task.batch):
@@ -97,12 +96,12 @@ def _items(pipe: Pipeline, task: Task, seed: int) -> tuple[list[Item], int]:
     return items, skipped
 
 
-def _settings(pipe: Pipeline, task: Task, job: GenerationRequest, seed: int) -> dict[str, Any]:
+def _settings(pipe: Pipeline, task: Task, request: GenerationRequest, seed: int) -> dict[str, Any]:
     """What must not change between two parts of one run."""
     digest = hashlib.sha256("\n".join(task.prompts).encode("utf-8", "surrogatepass")).hexdigest()
     return {
         "model": pipe.model.name, "prompts": len(task.prompts), "prompts_sha256": digest, "n": task.n, "seed": seed,
-        "overlong": task.overlong, "compare": task.compare, **pipe.settings(job),
+        "overlong": task.overlong, "compare": task.compare, **pipe.settings(request),
     }  # fmt: skip
 
 
@@ -113,15 +112,16 @@ def _draw(run: Run, items: list[Item], advance: Callback) -> None:
     from underdraw.output import Stats
 
     pipe, manifest = run.pipe, run.manifest
-    call: dict[str, Any] = {"seed": [item.seed for item in items], "callback_on_step_end": advance}
-    call.update(run.sampling.arguments())
-    texts = [item.prompt for item in items]
-    out = pipe(texts, **call)
-    comparisons = compared(out, pipe.plain()(texts, **call)) if run.task.compare else [{} for _ in items]
+    seeds = [item.seed for item in items]
+    request = pipe.request([item.prompt for item in items], seed=seeds, **run.sampling.arguments())
+    out = pipe.generate(request, callback_on_step_end=advance)
+    comparisons: list[dict[str, Any]] = [{} for _ in items]
+    if run.task.compare:
+        comparisons = compared(out, pipe.plain().generate(request, callback_on_step_end=advance))
     manifest.begin()
     share = out.stats.seconds / len(items)  # pictures of a batch take their time together
-    for item, picture, history, comparison in zip(items, out.images, out.histories, comparisons, strict=True):
-        save_png(picture, manifest.folder / item.file, metadata(pipe, item.prompt, item.seed, run.job))
+    for index, (item, history, comparison) in enumerate(zip(items, out.histories, comparisons, strict=True)):
+        save_png(out.images[index], manifest.folder / item.file, out.metadata(index))
         row = {"index": item.index, "file": item.file, "prompt": item.prompt, "seed": item.seed}
         codes = pack_grid(history.layout.grid(history.tokens))
         manifest.append({**row, **figures(Stats.of([history], share)), **comparison, "codes": codes})

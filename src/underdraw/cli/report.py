@@ -48,7 +48,7 @@ def rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def compared(fast: PipelineOutput, plain: PipelineOutput) -> list[dict[str, Any]]:
+def compared(fast: PipelineOutput[Any], plain: PipelineOutput[Any]) -> list[dict[str, Any]]:
     """What speculation was worth for each picture: the same seeds with and without it, each its share of the time."""
     return [
         {

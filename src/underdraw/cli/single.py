@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
-from underdraw import __version__
 from underdraw.cli.footprint import loaded, pass_ms, peak
 from underdraw.cli.report import close, compared, figures, progress, rounded, sentence, work
 from underdraw.cli.task import Sampling, Task, check_output
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from underdraw.engine.decode import TokenStatsMode
     from underdraw.history import StepResult
     from underdraw.output import PipelineOutput
     from underdraw.pipeline import Pipeline
@@ -20,23 +21,21 @@ if TYPE_CHECKING:
 def draw_one(pipe: Pipeline, task: Task, sampling: Sampling, load_seconds: float) -> None:
     """Draw the picture of a task and write it."""
     load = loaded(pipe, load_seconds)
-    job = pipe.job(task.prompts[0], seed=task.seed, **sampling.arguments())
-    seed = job.seeds[0]
+    request = pipe.request(task.prompts[0], seed=task.seed, **sampling.arguments())
+    seed = request.seeds[0]
     path = task.file(seed)
     check_output(path, task.force)
-    arguments: dict[str, Any] = {"prompt": task.prompts, "seed": seed, **sampling.arguments()}
-    total = work(pipe.model.make_layout(job.size))
-    out, steps = _draw(pipe, task, total, "", token_stats="skip" if task.heatmap is None else "keep", **arguments)
+    out, steps = _draw(pipe, task, request, token_stats="skip" if task.heatmap is None else "keep")
     record: dict[str, Any] = {
         "prompt": task.prompts[0], "seed": seed, "model": pipe.model.name, "out": str(path), **figures(out.stats),
         "tokens_per_second": rounded(out.stats.tokens / out.stats.seconds), "pass_ms": pass_ms(steps), "load": load,
-        "peak_device_bytes": peak(pipe), "settings": pipe.settings(job),
+        "peak_device_bytes": peak(pipe), "settings": out.settings,
     }  # fmt: skip
     plain = None
     if task.compare:
-        plain, alone = _draw(pipe.plain(), task, total, "plain", **arguments)
+        plain, alone = _draw(pipe.plain(), task, request, "plain")
         record |= compared(out, plain)[0] | {"plain_pass_ms": pass_ms(alone)}
-    _write(pipe, task, job, out, plain, record)
+    _write(task, out, plain, record)
     if task.trace is not None:
         from underdraw.bench.replay import Trace
 
@@ -46,37 +45,21 @@ def draw_one(pipe: Pipeline, task: Task, sampling: Sampling, load_seconds: float
 
 
 def _draw(
-    pipe: Pipeline, task: Task, total: int, label: str, **arguments: Any
-) -> tuple[PipelineOutput, list[StepResult]]:
-    """A picture, with a bar of its `total` tokens, and its passes."""
+    pipe: Pipeline, task: Task, request: GenerationRequest, label: str = "", token_stats: TokenStatsMode = "skip"
+) -> tuple[PipelineOutput[list[Image]], list[StepResult]]:
+    """A picture, with a bar of its tokens, and its passes."""
     steps: list[StepResult] = []
-    with progress(total, silent=task.silent, label=label) as advance:
+    with progress(work(pipe.model.make_layout(request.size)), silent=task.silent, label=label) as advance:
 
         def note(own: Any, index: int, cell: int, known: dict[str, Any]) -> None:
             advance(own, index, cell, known)
             steps.append(known["step"])
 
-        return pipe(callback_on_step_end=note, **arguments), steps
-
-
-def metadata(pipe: Pipeline, prompt: str, seed: int, job: GenerationRequest) -> dict[str, str]:
-    """The text chunks of a picture: everything that is needed to draw it again."""
-    return {
-        "prompt": prompt,
-        "seed": str(seed),
-        "model": pipe.model.name,
-        "settings": json.dumps(pipe.settings(job)),
-        "Software": f"underdraw {__version__}",
-    }
+        return pipe.generate(request, callback_on_step_end=note, token_stats=token_stats), steps
 
 
 def _write(
-    pipe: Pipeline,
-    task: Task,
-    job: GenerationRequest,
-    out: PipelineOutput,
-    plain: PipelineOutput | None,
-    record: dict[str, Any],
+    task: Task, out: PipelineOutput[list[Image]], plain: PipelineOutput[list[Image]] | None, record: dict[str, Any]
 ) -> None:
     from underdraw.images import save_png, side_by_side
 
@@ -92,6 +75,6 @@ def _write(
         same = "identical pixels" if record["identical"] else "other pixels"
         sheets.append((side_by_side(pairs, f"{same}, {record['speedup']:.2f}x the speed"), task.compare_image))
         record["compare_image"] = str(task.compare_image)
-    save_png(out.images[0], task.file(job.seeds[0]), metadata(pipe, task.prompts[0], job.seeds[0], job))
+    save_png(out.images[0], task.file(out.seeds[0]), out.metadata())
     for sheet, path in sheets:
         save_png(sheet, path)

@@ -48,6 +48,7 @@ class Parts:
                 self.model, drafter=self.drafter, tree=self.tree, verifier=self.verifier, device=self.device,
                 dtype=self.dtype, compile=self.compile,
             )  # fmt: skip
+        pipe.set_progress_bar_config(disable=True)  # commands show their own
         if pipe.graphs is not None:
             pipe.graphs.tell = console.print
         return pipe, time.perf_counter() - began

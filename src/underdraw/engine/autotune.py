@@ -1,18 +1,17 @@
-"""What passes cost on this machine: a straight line in nodes and levels, measured once and remembered on disk.
+"""Resolve the `auto` tree policy from what passes cost on this machine.
 
-Where passes are captured they come in few sizes, and the cost of each size is measured on its own: the `curve`.
-
-Measuring runs the loop itself for a few passes at several tree sizes; the pictures are thrown away.
+The cost model is linear in the nodes and levels of a tree. Captured passes come in few bucket sizes, so the cost of
+each bucket is measured by itself. Measuring runs the decoding loop for a few passes at several tree sizes, discards the
+tokens, and stores the costs in `costs.json` of the cache folder, once for a model, drafter, batch size and machine.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,42 +19,47 @@ import torch
 
 from underdraw.drafters.forced import Forced
 from underdraw.engine.cuda_graphs import GraphCache
-from underdraw.engine.decode import decode
+from underdraw.engine.decode import collect_passes, decode
 from underdraw.history import History
-from underdraw.io import cache_dir
+from underdraw.io import atomic_write_json, cache_dir
 from underdraw.nn.layer_functions import PLAIN
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
-from underdraw.policies.fixed import NoTree
+from underdraw.policies.cost import Cost
+from underdraw.policies.fixed import Chain, NoTree
 from underdraw.protocols import Drafter, Prompt, Target, TreePolicy
+from underdraw.registry import policies
 from underdraw.sampling import Sampler
 from underdraw.verifiers.exact import Exact
 
 log = logging.getLogger(__name__)
+AUTO = "auto"
+CHAIN_DEPTH = 24  # of drafters whose guesses are all there at once
+MAX_BATCH = 4  # larger batches use the costs of this one
+SLOWDOWN = 1.25  # the largest ratio of a pass with a tree to a plain pass
+LEVEL_ACCEPTANCE = 0.7  # probability that a level's best node is accepted if the one above it was; see docs/lab.md
 _SMALL, _DEEP, _WIDE = TreePlan(2, 1, 1, 3), TreePlan(8, 1, 1, 9), TreePlan(2, 6, 6, 27)
-_WARM, _TIMED = 2, 5
-_CAPTURED = 5  # passes until the pass of one kind is replayed: prompt, first, captured, and two to settle
-_SIZES = (8, 16, 32, 64, 128)
+_WARMUP, _TIMED = 2, 5  # passes
+_WARMUP_CAPTURED = 5  # until a pass is replayed: prefill, eager run, capture, and two more
+_BUCKETS = (8, 16, 32, 64, 128)
 _WIDTHS = (1, 4, 12)
-WORTH = 1.25  # a tree may make a pass so many times as long as a plain one
-REACHED = 0.7  # chance that a level's best node is accepted if the one above it was: see the statistics of docs/lab.md
 
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Milliseconds: a plain pass, one with a tree, and what each node and level add to it."""
+    """Milliseconds of a plain pass, of a pass with a tree, and of each of the tree's nodes and levels."""
 
     plain: float
     base: float
     node: float
     level: float
-    curve: tuple[tuple[int, float], ...] = ()  # (nodes, milliseconds) of captured passes, drafting left out
-    levels: tuple[tuple[int, float], ...] = ()  # (nodes that it expands, milliseconds) of one level of drafting
+    curve: tuple[tuple[int, float], ...] = ()  # (bucket size, milliseconds) of captured passes without drafting
+    levels: tuple[tuple[int, float], ...] = ()  # (width, milliseconds) of drafting one level
 
 
 @dataclass(frozen=True, slots=True)
 class FixedPlan:
-    """One plan for every step."""
+    """The same plan at every step."""
 
     tree: TreePlan
 
@@ -63,109 +67,139 @@ class FixedPlan:
         return self.tree
 
 
-def measure(
-    target: Target, drafter: Drafter, forced: Drafter, prompts: Sequence[Prompt], sampler: Sampler, guidance: float,
-    graphs: GraphCache | None = None,
-) -> PassCosts:  # fmt: skip
-    """Time a few passes of each size; the median of each is what counts."""
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The decode whose passes are timed, and the key that its costs are stored under."""
 
-    def time(own: Drafter, policy: TreePolicy, graphs: GraphCache | None = graphs) -> float:
-        seconds = []
-        warm = _WARM if graphs is None else _CAPTURED
-        for step in decode(target, own, policy, Exact(), prompts, sampler, guidance=guidance, graphs=graphs):
-            if step.sequence == 0:
-                seconds.append(step.seconds)
-            if len(seconds) == warm + _TIMED:
-                break
-        return 1000 * statistics.median(seconds[warm:] or seconds)
+    key: tuple[object, ...]
+    target: Target
+    drafter: Drafter
+    prompts: Sequence[Prompt]
+    sampler: Sampler
+    guidance: float
+    graphs: GraphCache | None = None
 
-    plain = time(forced, NoTree())
-    small, deep, wide = (time(drafter, FixedPlan(tree)) for tree in (_SMALL, _DEEP, _WIDE))
-    node = max((wide - small) / (_WIDE.nodes - _SMALL.nodes), 0.002 * plain)
-    level = max((deep - small - node * (_DEEP.nodes - _SMALL.nodes)) / (_DEEP.depth - _SMALL.depth), 0.0)
-    base = max(small - node * _SMALL.nodes - level * _SMALL.depth, 0.5 * plain)
-    line = PassCosts(round(plain, 3), round(base, 3), round(node, 3), round(level, 3))
-    if graphs is None:
-        return line
-    curve = [(1, plain), *((size, time(forced, NoTree(), graphs.padded(size))) for size in _SIZES)]
-    levels, same = [], graphs.padded(32)
-    for width in _WIDTHS:
-        low, high = (time(drafter, FixedPlan(TreePlan(depth, width, min(width, 4), 32)), same) for depth in (2, 8))
-        levels.append((width, max((high - low) / 6, 0.0)))
-    return replace(line, curve=_rounded(curve), levels=_rounded(levels))
+    def pass_ms(self, drafter: Drafter, policy: TreePolicy, graphs: GraphCache | None) -> float:
+        """Median milliseconds of a pass, after warm-up."""
+        warmup = _WARMUP if graphs is None else _WARMUP_CAPTURED
+        steps = decode(
+            self.target, drafter, policy, Exact(), self.prompts, self.sampler, guidance=self.guidance, graphs=graphs
+        )
+        seconds = [step.seconds for step in collect_passes(steps, warmup + _TIMED)]
+        return 1000 * statistics.median(seconds[warmup:] or seconds)
+
+    @property
+    def name(self) -> str:
+        """The key as text, with the machine and the library versions that costs depend on."""
+        graphs = self.graphs
+        mode = "eager" if graphs is None else "captured" if graphs.regions is PLAIN else "compiled"
+        parts = (*self.key, mode, device_name(), f"{torch.get_num_threads()} threads", f"torch {torch.__version__}")
+        return " | ".join(map(str, parts))
 
 
-def _rounded(pairs: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    return tuple((size, round(value, 3)) for size, value in pairs)
+def build_tree(spec: str | TreePolicy) -> TreePolicy | None:
+    """The policy that `spec` names; None is `auto`, which `resolve_tree` resolves for a request."""
+    return None if isinstance(spec, str) and spec == AUTO else policies.build(spec)
 
 
-def load_or_measure_costs(
-    key: Sequence[object], target: Target, drafter: Drafter, prompts: Sequence[Prompt], sampler: Sampler,
-    guidance: float, graphs: GraphCache | None = None,
-) -> PassCosts:  # fmt: skip
-    """What was measured before for this model and machine, or else is measured now and remembered."""
-    how = "as it is" if graphs is None else "captured" if graphs.regions is PLAIN else "compiled"
-    key = (*key, how)
-    costs = remembered(key)
-    if costs is None:
-        costs = measure(target, drafter, Forced(), prompts, sampler, guidance, graphs)
-        remember(key, costs)
-    return costs
+def resolve_tree(policy: TreePolicy | None, drafter: Drafter, workload: Callable[[], Workload]) -> TreePolicy:
+    """`policy`, or if it is None (`auto`) a chain for drafters of chains and else a tree as large as pays here."""
+    if policy is not None:
+        return policy
+    if drafter.proposes == "chain":
+        return Chain(CHAIN_DEPTH)
+    work = workload()
+    costs = load_or_measure_costs(work)
+    log.debug("costs of passes: %s", costs)
+    if work.graphs is not None:
+        return tree_within_budget(costs)
+    return Cost(costs.plain, costs.base, costs.node, costs.level)
 
 
 def tree_within_budget(costs: PassCosts) -> TreePolicy:
-    """Adjacent trees of the largest size that hardly lengthens a pass, as deep as levels are worth drafting.
+    """Adjacency trees of the largest bucket that hardly slows a pass down, as deep as levels are worth drafting.
 
-    A level is worth its time if the share of a plain pass that it takes is less than its chance to be reached.
+    A level is worth its time if the share of a plain pass that it takes is less than its probability to be reached.
     """
-    nodes = max((size for size, spent in costs.curve if spent <= WORTH * costs.plain and size >= 16), default=16)
+    nodes = max((size for size, spent in costs.curve if spent <= SLOWDOWN * costs.plain and size >= 16), default=16)
     level = max((spent for _, spent in costs.levels), default=costs.level) / costs.plain
     usual = Adjacency()
-    deepest = next((depth for depth in range(usual.d_max, 1, -1) if REACHED**depth >= level), 1)
-    least, first = min(usual.d_min, deepest), min(usual.depth, deepest)
-    return Adjacency(init="both", nodes=nodes, d_min=least, depth=first, d_max=deepest)
+    d_max = next((depth for depth in range(usual.d_max, 1, -1) if LEVEL_ACCEPTANCE**depth >= level), 1)
+    return Adjacency(
+        init="both", nodes=nodes, d_min=min(usual.d_min, d_max), depth=min(usual.depth, d_max), d_max=d_max
+    )
 
 
-def remembered(key: Sequence[object], folder: Path | None = None) -> PassCosts | None:
-    """What was measured before for this model and machine, if anything was."""
+def load_or_measure_costs(workload: Workload, file: Path | None = None) -> PassCosts:
+    """The stored costs of a workload, or else `measure_again`."""
+    return read_costs(workload.name, file) or measure_again(workload, file)
+
+
+def measure_again(workload: Workload, file: Path | None = None) -> PassCosts:
+    """Measure the costs of a workload and store them; the log says where."""
+    costs = measure(workload)
+    file = file or costs_file()
     try:
-        known = json.loads(_file(folder).read_text(encoding="utf-8"))
-        found = known[_name(key)]
-        lists = {name: _rounded([tuple(pair) for pair in found.get(name, ())]) for name in ("curve", "levels")}
-        return PassCosts(**{**found, **lists})
+        _write_costs(workload.name, costs, file)
+        log.warning("measured what passes cost on this machine and stored it in %s", file)
+    except OSError as error:
+        log.warning("measured what passes cost on this machine; %s cannot be written (%s)", file, error)
+    return costs
+
+
+def measure(workload: Workload) -> PassCosts:
+    """Time a few passes of each tree size."""
+    drafter, graphs, pass_ms = workload.drafter, workload.graphs, workload.pass_ms
+    plain = pass_ms(Forced(), NoTree(), graphs)
+    small, deep, wide = (pass_ms(drafter, FixedPlan(tree), graphs) for tree in (_SMALL, _DEEP, _WIDE))
+    node = max((wide - small) / (_WIDE.nodes - _SMALL.nodes), 0.002 * plain)
+    level = max((deep - small - node * (_DEEP.nodes - _SMALL.nodes)) / (_DEEP.depth - _SMALL.depth), 0.0)
+    base = max(small - node * _SMALL.nodes - level * _SMALL.depth, 0.5 * plain)
+    costs = PassCosts(round(plain, 3), round(base, 3), round(node, 3), round(level, 3))
+    if graphs is None:
+        return costs
+    curve = [(1, plain), *((size, pass_ms(Forced(), NoTree(), graphs.padded(size))) for size in _BUCKETS)]
+    levels, padded = [], graphs.padded(32)
+    for width in _WIDTHS:
+        # Both passes have the same bucket, so their difference is six more levels of drafting.
+        low, high = (pass_ms(drafter, FixedPlan(TreePlan(depth, width, min(width, 4), 32)), padded) for depth in (2, 8))
+        levels.append((width, max((high - low) / 6, 0.0)))
+    return replace(costs, curve=_rounded(curve), levels=_rounded(levels))
+
+
+def _rounded(pairs: Sequence[Sequence[float]]) -> tuple[tuple[int, float], ...]:
+    return tuple((int(size), round(value, 3)) for size, value in pairs)
+
+
+def costs_file() -> Path:
+    return cache_dir() / "costs.json"
+
+
+def read_costs(name: str, file: Path | None = None) -> PassCosts | None:
+    """The stored costs of `Workload.name`, if there are any."""
+    try:
+        row = json.loads((file or costs_file()).read_text(encoding="utf-8"))[name]
+        return PassCosts(**{**row, "curve": _rounded(row["curve"]), "levels": _rounded(row["levels"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def remember(key: Sequence[object], costs: PassCosts, folder: Path | None = None) -> None:
-    """Keep a measurement; a folder that cannot be written to is no reason to stop."""
-    file = _file(folder)
+def _write_costs(name: str, costs: PassCosts, file: Path) -> None:
     try:
-        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        known[_name(key)] = asdict(costs)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        part.replace(file)
-    except (OSError, ValueError) as error:
-        log.info("the measured costs could not be kept in %s (%s)", file, error)
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there yet, or damaged: start anew
+        stored = {}
+    entries = stored if isinstance(stored, dict) else {}
+    atomic_write_json(file, {**entries, name: asdict(costs)})
 
 
-def _file(folder: Path | None) -> Path:
-    return (folder or cache_dir()) / "costs.json"
-
-
-def _name(key: Sequence[object]) -> str:
-    return " | ".join(map(str, (*key, machine(), f"{torch.get_num_threads()} threads", f"torch {torch.__version__}")))
-
-
-def machine() -> str:
-    """The device's name, as far as it is known."""
+def device_name() -> str:
+    """The name of the GPU, or of the processor where there is none."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
 
 
 def processor() -> str:
-    """The processor's name, where the system says it."""
+    """The processor's name, as far as the system tells."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

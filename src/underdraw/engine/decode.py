@@ -82,6 +82,17 @@ def decode(
         index += 1
 
 
+def collect_passes(steps: Iterator[StepResult], max_passes: int | None = None) -> list[StepResult]:
+    """Run a decode to its end, or for `max_passes` passes; returns the results of its first image."""
+    results = []
+    for step in steps:
+        if step.sequence == 0:
+            results.append(step)
+            if len(results) == max_passes:
+                break
+    return results
+
+
 def fresh(histories: list[History] | None, count: int, sampler: Sampler) -> list[History]:
     """The caller's histories if they can be written to, or new ones."""
     if histories is None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from underdraw.errors import CapacityError, CheckpointError, ConfigError, UnderdrawError, UnsupportedError
-from underdraw.models.checkpoint import Checkpoint
+from underdraw.models.checkpoint import Checkpoint, is_hub_id
 from underdraw.models.family import Family, LoadedModel, Placement
-from underdraw.registry import families
+from underdraw.models.published_drafters import find_drafter_folder, open_drafter
+from underdraw.protocols import Drafter
+from underdraw.registry import drafters, families, parse
 
-SAVED_CHOICES_FILE = (
-    "underdraw.json"  # beside a checkpoint's own files: which drafter, tree and verifier it was saved with
-)
+log = logging.getLogger(__name__)
+
+SAVED_CHOICES_FILE = "underdraw.json"  # in a checkpoint's folder: the drafter, tree and verifier it was saved with
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -68,15 +72,51 @@ def load_model(checkpoint: Checkpoint, place: Placement) -> LoadedModel:
         ) from error
 
 
-def read_saved_choices(path: Path) -> dict[str, str]:
-    """The drafter, tree and verifier that a checkpoint was saved with, as far as it says."""
-    file = path / SAVED_CHOICES_FILE
-    if not path.is_dir() or not file.exists():
-        return {}
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON ({error}); mend or delete it.") from None
-    if not isinstance(settings, dict) or not all(isinstance(value, str) for value in settings.values()):
-        raise ConfigError(f"{file} must hold names of a drafter, a tree and a verifier; mend or delete it.")
-    return settings
+def read_saved_choices(checkpoint: Checkpoint, model: LoadedModel) -> dict[str, str]:
+    """The drafter, tree and verifier that a checkpoint was saved with; "auto" and `exact` where it does not say."""
+    choice = {"drafter": "auto", "tree": "auto", "verifier": "exact"}
+    file = checkpoint.path / SAVED_CHOICES_FILE
+    if checkpoint.path.is_dir() and file.exists():
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{file} is not valid JSON ({error}); fix or delete it.") from None
+        if not isinstance(settings, dict) or not all(isinstance(value, str) for value in settings.values()):
+            raise ConfigError(f"{file} must hold names of a drafter, a tree and a verifier; fix or delete it.")
+        choice |= settings
+    folder = checkpoint.folder / choice["drafter"]
+    if choice["drafter"] not in [path.name for path in model.drafter_folders] and folder.is_dir():
+        choice["drafter"] = str(folder)  # a drafter that was saved along
+    return choice
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDrafter:
+    """A drafter, the name that records and `from_pretrained` know it by, and the folder of its files, if any."""
+
+    name: str
+    drafter: Drafter
+    folder: Path | None = None
+
+
+def load_drafter_by_name(spec: str | Drafter, model: LoadedModel) -> LoadedDrafter:
+    """The drafter that `spec` names: "auto", one that came with the model, a registered one, a folder or a hub id."""
+    if not isinstance(spec, str):
+        if not hasattr(spec, "open"):
+            raise ConfigError(f"a drafter must be a name or have an open() method, which {spec!r} lacks.")
+        return LoadedDrafter(drafters.describe(spec), spec)
+    folders = {path.name: path for path in model.drafter_folders}
+    name = spec
+    if spec == "auto":
+        name = next(iter(folders), "jacobi")
+        if not folders:
+            log.warning("%s comes without a drafter; drafting with jacobi, which needs no weights.", model.name)
+    if name not in folders and parse(name).name in drafters.names():
+        return LoadedDrafter(name, drafters.build(name))
+    if name not in folders and not Path(name).is_dir() and not is_hub_id(name):
+        raise ConfigError(
+            f"there is no drafter {spec!r}; use auto, one of {', '.join([*folders, *drafters.names()])}, a folder or "
+            "an owner/name of the Hugging Face hub."
+        )
+    folder = find_drafter_folder(folders.get(name, name), model.hub)
+    return LoadedDrafter(name, open_drafter(folder, model.target), folder)

@@ -1,0 +1,170 @@
+"""The parts of a pipeline: drafter, tree policy, verifier and proposal, assigned by name or as objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import torch
+from torch import nn
+
+from underdraw.engine import autotune
+from underdraw.engine.cuda_graphs import Compile, make_graph_cache
+from underdraw.errors import ConfigError, unknown
+from underdraw.models.family import LoadedModel
+from underdraw.models.loading import load_drafter_by_name, resolve_placement
+from underdraw.models.published_drafters import load_nearest_codes
+from underdraw.nn.row_invariant import pack_weights
+from underdraw.protocols import Drafter, TreePolicy, Verifier
+from underdraw.registry import drafters, policies, verifiers
+from underdraw.request import GenerationRequest
+from underdraw.tree import Proposal
+from underdraw.verifiers.lantern import Lantern
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class PipelineParts:
+    """A model and what decodes with it. An assignment that fails changes nothing."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        drafter: str | Drafter = "auto",
+        tree: str | TreePolicy = "auto",
+        verifier: str | Verifier = "exact",
+        proposal: str = "auto",
+        compile: Compile = "auto",
+    ) -> None:
+        self.model, self.compile = model, compile
+        self.graphs = make_graph_cache(self.device, compile)
+        self._drafter = load_drafter_by_name(drafter, model)
+        self._resolved_tree: TreePolicy | None = None
+        self.tree = tree
+        self._verifier_spec: str | Verifier = verifier
+        self.verifier = verifier
+        self.proposal = proposal
+
+    def _resolve_tree(self, request: GenerationRequest | None = None) -> TreePolicy:
+        """The tree policy of a request; without one, of a request for one image."""
+        raise NotImplementedError
+
+    @property
+    def drafter(self) -> Drafter:
+        return self._drafter.drafter
+
+    @drafter.setter
+    def drafter(self, spec: str | Drafter) -> None:
+        drafter = load_drafter_by_name(spec, self.model)
+        verifier = self._build_verifier(self._verifier_spec, drafter.folder)  # its table may come with the drafter
+        self._drafter, self._verifier, self._resolved_tree = drafter, verifier, None
+
+    @property
+    def drafter_name(self) -> str:
+        return self._drafter.name
+
+    @property
+    def tree(self) -> TreePolicy:
+        """The tree policy. Under `auto`, that of the latest call, or before it the one of a call for one image."""
+        if self._resolved_tree is None:
+            self._resolved_tree = self._resolve_tree()
+        return self._resolved_tree
+
+    @tree.setter
+    def tree(self, spec: str | TreePolicy) -> None:
+        self._tree = autotune.build_tree(spec)  # None is auto
+        self._resolved_tree = self._tree
+        self.tree_name = spec if isinstance(spec, str) else policies.describe(spec)
+
+    @property
+    def verifier(self) -> Verifier:
+        return self._verifier
+
+    @verifier.setter
+    def verifier(self, spec: str | Verifier) -> None:
+        self._verifier = self._build_verifier(spec, self._drafter.folder)
+        self._verifier_spec = spec
+        self.verifier_name = spec if isinstance(spec, str) else verifiers.describe(spec)
+
+    def _build_verifier(self, spec: str | Verifier, drafter_folder: Path | None) -> Verifier:
+        verifier: Verifier = verifiers.build(spec)
+        if isinstance(verifier, Lantern) and verifier.neighbours is None:
+            neighbours = load_nearest_codes(self.model.image_tokenizer.codebook, verifier.k, drafter_folder)
+            return dataclasses.replace(verifier, neighbours=neighbours)
+        return verifier
+
+    @property
+    def proposal(self) -> str:
+        """How tokens are drafted: coupled, topk or sampled; auto is the verifier's preferred one."""
+        return self._proposal
+
+    @proposal.setter
+    def proposal(self, name: str) -> None:
+        if name not in ("auto", *get_args(Proposal)):
+            raise unknown("proposal", name, ("auto", *get_args(Proposal)))
+        self._proposal = name
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.placement.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.placement.dtype
+
+    @property
+    def components(self) -> dict[str, nn.Module]:
+        """The modules that hold weights."""
+        target = self.model.target
+        parts = {
+            "target": target.net,
+            "projection": target.projection,
+            "image_tokenizer": self.model.image_tokenizer,
+            "drafter": getattr(self.drafter, "net", None),
+        }
+        return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+    def __repr__(self) -> str:
+        parts = {
+            "model": self.model.name,
+            "family": self.model.family,
+            "drafter": self.drafter_name,
+            "tree": self.tree_name,
+            "verifier": self.verifier_name,
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+        return f"Pipeline({', '.join(f'{key}={value!r}' for key, value in parts.items())})"
+
+    def to(
+        self, device: str | torch.device | torch.dtype | None = None, dtype: str | torch.dtype | None = None
+    ) -> Self:
+        """Move model and drafter: `to("cuda")`, `to(torch.bfloat16)` or `to("cuda", torch.bfloat16)`."""
+        if isinstance(device, torch.dtype):
+            if dtype is not None:
+                raise ConfigError(f"two dtypes were passed, {device} and {dtype}; pass a device and a dtype.")
+            device, dtype = None, device
+        place = resolve_placement(self.device if device is None else device, self.dtype if dtype is None else dtype)
+        graphs = make_graph_cache(place.device, self.compile)
+        for name, module in self.components.items():
+            if name == "image_tokenizer":
+                module.to(place.device)  # stays float32
+            else:
+                module.to(place.device, place.dtype)
+                pack_weights(module)
+        self.graphs = graphs
+        if isinstance(self._verifier, Lantern) and self._verifier.neighbours is not None:
+            neighbours = self._verifier.neighbours.to(place.device)
+            self._verifier = dataclasses.replace(self._verifier, neighbours=neighbours)
+        return self
+
+    def _choice(self) -> dict[str, str]:
+        """Drafter, tree and verifier by names that `from_pretrained` can build; raises for objects without one."""
+        autotune.build_tree(self.tree_name)
+        verifiers.build(self.verifier_name)
+        if self._drafter.folder is None:
+            drafters.build(self.drafter_name)
+        return {"drafter": self.drafter_name, "tree": self.tree_name, "verifier": self.verifier_name}

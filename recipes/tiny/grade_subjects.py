@@ -11,8 +11,8 @@ import typer
 
 from underdraw.cli import options
 from underdraw.cli.app import main
-from underdraw.cli.report import close, progress, work
-from underdraw.cli.task import Parts, check_file
+from underdraw.cli.outputs import check_file
+from underdraw.cli.progress import drafted_tokens, print_result, progress_bar
 from underdraw.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def subjects(
 
     pictures = Pictures(pack)
     network = Network(weights(cache))
-    pipe = Parts(model, drafter, "auto", "exact", device, dtype).load(quiet=json or quiet)
+    pipe, _ = options.load_pipeline(model, drafter, "auto", "exact", device, dtype, silent=json or quiet)
 
     def draw(texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
         drawn = draw_all(pipe, texts, seeds, batch, silent=json or quiet)
@@ -105,16 +105,16 @@ def subjects(
 
     found = measure(pipe, pictures, network, draw, count=count, candidate_count=candidates, seed=seed)
     write_json(out, found)
-    close(f"{head(found)}\n\n{table(found)}\n\n{out}", found, as_json=json, quiet=quiet)
+    print_result(f"{head(found)}\n\n{table(found)}\n\n{out}", found, as_json=json, quiet=quiet)
 
 
 def draw_all(pipe: Pipeline, texts: Sequence[str], seeds: Sequence[int], batch: int, *, silent: bool) -> Tensor:
     """Pictures (N, 3, H, W) in [0, 1], a few at a time, with the pipeline's own settings."""
     import torch
 
-    total = work(pipe.model.make_layout(pipe.request(texts[0], seed=0).size)) * len(texts)
+    total = drafted_tokens(pipe.model.make_layout(pipe.request(texts[0], seed=0).size)) * len(texts)
     drawn = []
-    with progress(total, silent=silent) as advance:
+    with progress_bar(total, silent=silent) as advance:
         for start in range(0, len(texts), batch):
             part = slice(start, start + batch)
             call = pipe(list(texts[part]), seed=list(seeds[part]), output_type="pt", callback_on_step_end=advance)

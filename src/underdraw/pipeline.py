@@ -162,6 +162,7 @@ class Pipeline(PipelineParts):
         stands for the seed it was made with.
         """
         defaults, prompts = self.model.defaults, expand_prompts(prompt, num_images_per_prompt)
+        self.model.warn_unknown_words(prompts)
         return GenerationRequest(
             prompts=prompts,
             negative_prompts=expand_negative_prompts(negative_prompt, len(prompts), num_images_per_prompt),

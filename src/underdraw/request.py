@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
@@ -56,6 +56,15 @@ class GenerationRequest:
         check_integer("top_k", self.top_k)
         check_guidance(self.guidance)
         check_sampling(self.temperature, self.top_k, self.top_p)
+
+    def select(self, indices: Sequence[int]) -> GenerationRequest:
+        """The request of some of the images, in this order."""
+        return replace(
+            self,
+            prompts=[self.prompts[index] for index in indices],
+            negative_prompts=[self.negative_prompts[index] for index in indices],
+            seeds=[self.seeds[index] for index in indices],
+        )
 
     def settings(self) -> dict[str, Any]:
         """Everything that the images share, for records."""

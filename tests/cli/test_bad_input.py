@@ -1,4 +1,4 @@
-"""Bad input: one sentence, exit code 2, no traceback, and nothing on disk that was not there before."""
+"""Bad input: one line on stderr, exit code 2, no traceback, and no file written or changed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Prepare = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Case:
-    """A command line with {model} and {here} filled in, what is on disk before it, and what the sentence says."""
+    """A command line with {model} and {here}, the files that exist before it, and a part of the error message."""
 
     name: str
     arguments: str | list[str]
-    says: str
+    message: str
     prepare: Prepare | None = None
 
     def line(self, model: Path, here: Path) -> list[str]:
@@ -72,7 +72,7 @@ def other_drafter(here: Path) -> None:
     shutil.rmtree(model)
 
 
-def run_of(settings: dict[str, object], lines: str = "") -> Prepare:
+def run_with(settings: dict[str, object], lines: str = "") -> Prepare:
     def write(here: Path) -> None:
         file("f/run.json", json.dumps({"settings": settings}))(here)
         file("f/manifest.jsonl", lines)(here)
@@ -80,7 +80,7 @@ def run_of(settings: dict[str, object], lines: str = "") -> Prepare:
     return write
 
 
-def damaged(here: Path) -> None:
+def damaged_manifest(here: Path) -> None:
     """A finished run with a broken line in the middle of its manifest."""
     model = (here.parent / "small").resolve()
     call("generate", "fox", "-m", model, "-n", 2, "-o", here / "f", "--seed", 1, "--tree", "none")
@@ -99,7 +99,7 @@ CASES = [
     Case("empty prompt", ["generate", "", "-m", "{model}", "-o", "{here}/a.png"], "the prompt is empty"),
     Case("blank prompt", ["generate", " \n ", "-m", "{model}", "-o", "{here}/a.png"], "the prompt is empty"),
     Case("overlong prompt", ["generate", "fox " * 200, "-m", "{model}", "-o", "{here}/a.png"], "shorten it"),
-    Case("no text", ["generate", "fox\udcff", "-m", "{model}", "-o", "{here}/a.png"], "no UTF-8 text"),
+    Case("not UTF-8", ["generate", "fox\udcff", "-m", "{model}", "-o", "{here}/a.png"], "no UTF-8 text"),
     Case("overlong negative", [*ONE.split(), "--negative", "fox " * 200], "shorten it"),
     Case("overlong negative of many", [*TWO.split(), "--negative", "fox " * 200], "shorten it"),
     Case("prompt and file", ONE + "--prompts {here}/p.txt", "give either a prompt or --prompts"),
@@ -119,13 +119,13 @@ CASES = [
     Case("guidance below 0", ONE + "--guidance -2", "guidance -2.0"),
     Case("guidance nan", TWO + "--guidance nan", "guidance nan"),
     Case("guidance infinite", ONE + "--guidance inf", "guidance inf"),
-    Case("seed below 0", ONE + "--seed -1", "--seed -1"),
+    Case("seed below 0", ONE + "--seed -1", "seed -1 is not allowed"),
     Case("seed too large", ONE + f"--seed {2**70}", "2**62 - 1"),
     Case("seed fraction", ONE + "--seed 1.5", "'--seed'"),
     Case("no images", ONE + "--n 0", "use at least 1"),
-    Case("too many images", ONE + "--n 1000000000", "more than 1000000 pictures"),
-    Case("no batch", TWO + "--batch 0", "between 1 and 256"),
-    Case("huge batch", TWO + "--batch 100000", "between 1 and 256"),
+    Case("too many images", ONE + "--n 1000000000", "more than 1000000 images"),
+    Case("no batch", TWO + "--batch 0", "use 1 to 256"),
+    Case("huge batch", TWO + "--batch 100000", "use 1 to 256"),
     Case("height", ONE + "--height 500", "cannot generate 500x12"),
     Case("width", ONE + "--width 0", "cannot generate 12x0"),
     Case("limit without file", ONE + "--limit 3", "use it with --prompts"),
@@ -180,21 +180,21 @@ CASES = [
     Case("output unwritable", "generate fox -m {model} -o /proc/a.png", "cannot be written"),
     Case("heat map exists", ONE + "--heatmap {here}/h.png", "exists", file("h.png", "mine")),
     Case("heat map is no PNG", ONE + "--heatmap {here}/h.pdf", "does not end in .png"),
-    Case("same output twice", ONE + "--heatmap {here}/a.png", "asked for twice"),
+    Case("same output twice", ONE + "--heatmap {here}/a.png", "named twice"),
     Case("comparison exists", ONE + "--compare-image {here}/c.png", "exists", file("c.png", "mine")),
-    Case("heat map of many", TWO + "--heatmap {here}/h.png", "for one picture"),
-    Case("comparison of many", TWO + "--compare-image {here}/c.png", "for one picture"),
+    Case("heat map of many", TWO + "--heatmap {here}/h.png", "for one image"),
+    Case("comparison of many", TWO + "--compare-image {here}/c.png", "for one image"),
     # folders
     Case("many without folder", "generate fox -m {model} -n 2", "name it with --out"),
     Case("many into a picture", ONE + "-n 2", "need a folder"),
     Case("many into a file", TWO, "need a folder", file("f", "mine")),
     Case("many below a file", "generate fox -m {model} -n 2 -o {here}/p/f", "is a file", file("p", "mine")),
     Case("many unwritable", "generate fox -m {model} -n 2 -o /proc/f", "cannot be written"),
-    Case("folder with other things", TWO, "is not empty and holds no run.json", file("f/letter.txt", "mine")),
-    Case("run with other settings", TWO + "--seed 9", "other settings (seed 8, not 9", run_of({"seed": 8})),
+    Case("folder with other things", TWO, "is not empty and has no run.json", file("f/letter.txt", "mine")),
+    Case("run with other settings", TWO + "--seed 9", "other settings (seed 8, not 9", run_with({"seed": 8})),
     Case("broken run", TWO, "cannot be read", file("f/run.json", "{")),
-    Case("run without settings", TWO, "cannot be read", file("f/run.json", "{}")),
-    Case("broken manifest", TWO + "--seed 1 --tree none", "line 1 of", damaged),
+    Case("run without settings", TWO, "has no settings", file("f/run.json", "{}")),
+    Case("broken manifest", TWO + "--seed 1 --tree none", "line 1 of", damaged_manifest),
     # files of prompts
     Case("no file", FILE + "p.txt", "does not exist"),
     Case("folder as file", FILE + "p", "is a folder", file("p/x", "")),
@@ -229,7 +229,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def here(small_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A new folder beside a link to the model, and where the command runs."""
+    """The working directory: an empty folder next to a link to the model."""
     (tmp_path / "small").symlink_to(small_model)
     folder = tmp_path / "here"
     folder.mkdir()
@@ -238,29 +238,29 @@ def here(small_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     return folder
 
 
-def test_there_are_many_cases() -> None:
+def test_case_names_are_unique() -> None:
     assert len({case.name for case in CASES}) == len(CASES) >= 40
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_one_sentence_and_nothing_written(case: Case, small_model: Path, here: Path) -> None:
+def test_bad_input_prints_one_line_and_writes_nothing(case: Case, small_model: Path, here: Path) -> None:
     if case.prepare is not None:
         case.prepare(here)
     before = contents(here)
     done = call(*case.line(small_model, here))
     assert done.code == 2, done
-    assert case.says in done.err
+    assert case.message in done.err
     assert done.err.startswith("error: ") and done.err.count("\n") == 1 and done.out == ""
     assert contents(here) == before
 
 
-def test_a_missing_package_is_named(small_model: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(small_model: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
     done = call("generate", "fox", "-m", small_model, "-o", "a.png")
     assert done.code == 2 and "pip install tqdm" in done.err and contents(here) == {}
 
 
-def test_a_model_that_cannot_be_fetched(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_cannot_be_downloaded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -268,8 +268,8 @@ def test_a_model_that_cannot_be_fetched(here: Path, monkeypatch: pytest.MonkeyPa
     assert done.code == 2 and "nobody/nothing could not be fetched" in done.err and done.err.count("\n") == 1
 
 
-def test_a_full_disk(small_model: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the system says when the picture is written is one sentence too, and no part of it stays."""
+def test_full_disk(small_model: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the operating system while the image is written is one line too, and leaves no partial file."""
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
@@ -280,7 +280,7 @@ def test_a_full_disk(small_model: Path, here: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("words", ["generate fox -o a.jpg", "generate fox\udcff -m {model} -o a.png", "draw"])
-def test_in_a_process_of_its_own(words: str, here: Path, small_model: Path) -> None:
+def test_in_a_subprocess(words: str, here: Path, small_model: Path) -> None:
     process = start(*words.format(model=small_model).split(), cwd=here)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2 and out == ""

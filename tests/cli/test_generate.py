@@ -30,7 +30,7 @@ def pixels(path: Path) -> bytes:
     return Image.open(path).tobytes()
 
 
-def test_one_picture(small_model: Path, folder: Path) -> None:
+def test_single_image(small_model: Path, folder: Path) -> None:
     done = call("generate", "a red fox", "-m", small_model, "-o", "fox.png", "--seed", 7)
     assert done.code == 0 and done.err == ""
     (line,) = done.out.splitlines()
@@ -40,7 +40,7 @@ def test_one_picture(small_model: Path, folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["fox.png"]
 
 
-def test_json_is_the_last_line(small_model: Path, folder: Path) -> None:
+def test_json_record(small_model: Path, folder: Path) -> None:
     tree = ("--tree", "confidence:nodes=16,depth=4,top_k=4")
     done = call("generate", "a red fox", "-m", small_model, "-o", "a.png", "--seed", 7, "--json", "--compare", *tree)
     record = done.record
@@ -59,13 +59,13 @@ def test_without_compare_nothing_is_compared(small_model: Path, folder: Path) ->
     assert "speedup" not in record and "identical" not in record
 
 
-def test_another_law_is_not_called_identical(small_model: Path, folder: Path) -> None:
-    """The check behind `identical` can fail: rejection draws another picture, where there is a tree at all."""
+def test_other_pixels_are_not_called_identical(small_model: Path, folder: Path) -> None:
+    """`identical` can be false: the verifier `rejection` samples another image."""
     arguments = ("-m", small_model, "-o", "a.png", "--seed", 7, "--verifier", "rejection", "--compare", "--json")
     assert call("generate", "a red fox", *arguments, "--tree", "chain:depth=3").record["identical"] is False
 
 
-def test_metadata_draws_the_picture_again(small_model: Path, folder: Path) -> None:
+def test_metadata_reproduces_the_image(small_model: Path, folder: Path) -> None:
     call("generate", "ein Fuchs, 狐 🦊", "-m", small_model, "-o", "a.png", "--temperature", 0.8, "--top-k", 99)
     text = Image.open("a.png").text  # type: ignore[attr-defined]
     assert text["prompt"] == "ein Fuchs, 狐 🦊" and text["model"] == str(small_model)
@@ -79,14 +79,14 @@ def test_metadata_draws_the_picture_again(small_model: Path, folder: Path) -> No
     assert pixels(folder / "a.png") == pixels(folder / "b.png")
 
 
-def test_name_from_prompt_and_seed(small_model: Path, folder: Path) -> None:
+def test_default_name_is_prompt_and_seed(small_model: Path, folder: Path) -> None:
     assert call("generate", "A red/fox: 狐!", "-m", small_model, "--seed", 3, "--quiet", *QUICK).out == ""
     assert [path.name for path in folder.iterdir()] == ["a-red-fox-狐-3.png"]
 
 
-def test_a_random_seed_is_told(small_model: Path, folder: Path) -> None:
-    told = [call("generate", "fox", "-m", small_model, "-o", f"{i}.png", "--json", *QUICK).record for i in range(2)]
-    seeds = [record["seed"] for record in told]
+def test_random_seed_is_reported(small_model: Path, folder: Path) -> None:
+    records = [call("generate", "fox", "-m", small_model, "-o", f"{i}.png", "--json", *QUICK).record for i in range(2)]
+    seeds = [record["seed"] for record in records]
     assert seeds[0] != seeds[1]
     call("generate", "fox", "-m", small_model, "-o", "again.png", "--seed", seeds[0], *QUICK)
     assert pixels(folder / "0.png") == pixels(folder / "again.png") != pixels(folder / "1.png")
@@ -108,7 +108,7 @@ def test_sheets(small_model: Path, folder: Path) -> None:
     assert np.array_equal(left, right) and left.std() > 1
 
 
-def test_many_pictures_of_one_prompt(small_model: Path, folder: Path) -> None:
+def test_several_images_of_one_prompt(small_model: Path, folder: Path) -> None:
     record = call("generate", "fox", "-m", small_model, "--n", 3, "-o", "foxes", "--seed", 5, "--json", *QUICK).record
     assert record["pictures"] == record["drawn"] == 3 and record["tokens"] == 3 * small_checkpoint.TOKENS
     rows = [json.loads(line) for line in Path("foxes/manifest.jsonl").read_text().splitlines()]
@@ -117,7 +117,7 @@ def test_many_pictures_of_one_prompt(small_model: Path, folder: Path) -> None:
     assert [image.tobytes() for image in out.images] == [pixels(folder / "foxes" / row["file"]) for row in rows]
 
 
-def test_batches_draw_the_same(small_model: Path, folder: Path) -> None:
+def test_batch_size_does_not_change_images(small_model: Path, folder: Path) -> None:
     Path("prompts.txt").write_text("a red fox\n\na blue house\n  a tree \n", encoding="utf-8")
     common = ("--prompts", "prompts.txt", "-m", small_model, "--seed", 1, "--n", 2, "--compare", "--json", *QUICK)
     one = call("generate", *common, "-o", "one").record
@@ -190,7 +190,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("options", "seen"), [((), True), (("--json",), False), (("--quiet",), False)])
-def test_a_bar_counts_tokens(
+def test_progress_bar_counts_tokens(
     small_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], seen: bool
 ) -> None:
     terminal = Terminal()

@@ -1,4 +1,4 @@
-"""Many pictures: whatever stops a run, the same command goes on; nothing is lost and nothing is drawn twice."""
+"""A run folder resumes after any stop: no image is lost, and none is generated twice."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from commands import Result, call, start
 from PIL import Image
 
-from underdraw.cli.manifest import Manifest
+from underdraw.run_folder import RunFolder
 
-COUNT, PASSES = 14, 35  # pictures, and passes of each
-# `underdraw` whose passes take long once three pictures are drawn, so that it is stopped inside one on any machine.
+COUNT, PASSES = 14, 35  # images, and passes of each
+# `underdraw` with slow passes after the third image, so that a signal arrives inside an image on any machine.
 SLOWED = f"""
 import itertools, sys, time
 from underdraw.cli.app import main
@@ -39,36 +39,36 @@ def command(small_model: Path, tmp_path: Path) -> list[object]:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """The manifest's lines, each of them whole."""
+    """The lines of the manifest, none of them cut off."""
     text = (folder / "manifest.jsonl").read_text(encoding="utf-8")
     assert text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
 
 
 def finish(command: list[object], folder: Path, before: int) -> Result:
-    """Run the command again; the folder is then what one uninterrupted run leaves."""
+    """Run the command again; the folder must then be that of one uninterrupted run."""
     path = folder / "manifest.jsonl"
-    whole = path.read_text().split("\n")[:-1] if path.exists() else []
-    noted = [folder / json.loads(line)["file"] for line in whole]
-    times = {picture: picture.stat().st_mtime_ns for picture in noted if picture.exists()}
+    complete = path.read_text().split("\n")[:-1] if path.exists() else []
+    recorded = [folder / json.loads(line)["file"] for line in complete]
+    times = {picture: picture.stat().st_mtime_ns for picture in recorded if picture.exists()}
     assert len(times) == before
     done = call(*command)
     assert done.code == 0, done.err
     assert done.record["drawn"] == COUNT - before and done.record["pictures"] == COUNT
-    found = rows(folder)
-    assert sorted(row["index"] for row in found) == list(range(COUNT))  # nothing lost, nothing twice
-    assert all(row["prompt"] == f"a red fox {row['index']}" and row["seed"] == 3 + row["index"] for row in found)
-    names = {row["file"] for row in found}
+    manifest = rows(folder)
+    assert sorted(row["index"] for row in manifest) == list(range(COUNT))  # nothing lost, nothing twice
+    assert all(row["prompt"] == f"a red fox {row['index']}" and row["seed"] == 3 + row["index"] for row in manifest)
+    names = {row["file"] for row in manifest}
     assert {path.name for path in folder.iterdir()} == {*names, "run.json", "manifest.jsonl"}
-    for picture, when in times.items():  # what was there stayed untouched
+    for picture, when in times.items():  # finished images stayed untouched
         assert picture.stat().st_mtime_ns == when
     for name in names:
         Image.open(folder / name).load()
     return done
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
-def test_a_stopped_run_goes_on(command: list[object], tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
+def test_stopped_run_resumes(command: list[object], tmp_path: Path, stop: signal.Signals) -> None:
     folder = tmp_path / "out"
     process = start(*command, cwd=tmp_path, program=("-c", SLOWED))
     deadline = time.monotonic() + 180
@@ -76,78 +76,77 @@ def test_a_stopped_run_goes_on(command: list[object], tmp_path: Path, how: signa
     while not manifest.exists() or manifest.read_text().count("\n") < 3:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
-    process.send_signal(how)
+    process.send_signal(stop)
     _, err = process.communicate(timeout=60)
-    left = manifest.read_bytes()
-    before = left.count(b"\n")
+    before = manifest.read_bytes().count(b"\n")
     assert 3 <= before < COUNT
-    if how == signal.SIGINT:
+    if stop == signal.SIGINT:
         assert process.returncode == 130 and "Traceback" not in err
-        assert f"{before} of {COUNT} pictures are drawn" in err and err.endswith("stopped.\n")
+        assert f"{before} of {COUNT} images are finished" in err and err.endswith("stopped.\n")
     else:
         assert process.returncode == -signal.SIGKILL
     finish(command, folder, before)
-    one = call(*command[:-1], tmp_path / "whole")
-    assert one.record["passes"] == COUNT * PASSES
+    uninterrupted = call(*command[:-1], tmp_path / "whole")
+    assert uninterrupted.record["passes"] == COUNT * PASSES
     for path in folder.glob("*.png"):
         assert Image.open(path).tobytes() == Image.open(tmp_path / "whole" / path.name).tobytes()
 
 
-def cut_line(folder: Path) -> int:
+def line_cut_off(folder: Path) -> int:
     path = folder / "manifest.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     return 4
 
 
-def half_a_picture(folder: Path) -> int:
+def image_half_written(folder: Path) -> int:
     (folder / ".00005.png.part").write_bytes(b"\x89PNG")
     return 5
 
 
-def picture_without_line(folder: Path) -> int:
+def image_without_line(folder: Path) -> int:
     (folder / "00005.png").write_bytes((folder / "00000.png").read_bytes())
     return 5
 
 
-def line_without_picture(folder: Path) -> int:
+def line_without_image(folder: Path) -> int:
     (folder / "00002.png").unlink()
     return 4
 
 
-def no_line_yet(folder: Path) -> int:
+def no_manifest(folder: Path) -> int:
     (folder / "manifest.jsonl").unlink()
     return 0
 
 
-STATES = [cut_line, half_a_picture, picture_without_line, line_without_picture, no_line_yet]
+STATES = [line_cut_off, image_half_written, image_without_line, line_without_image, no_manifest]
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
-def test_every_state_that_a_stop_can_leave(
+def test_every_state_after_a_crash_resumes(
     command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: Callable[[Path], int]
 ) -> None:
     folder = tmp_path / "out"
-    append = Manifest.append
+    append = RunFolder.append
 
-    def five(self: Manifest, row: dict[str, Any]) -> None:
+    def append_five(self: RunFolder, row: dict[str, Any]) -> None:
         append(self, row)
         if len(self.rows) == 5:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "append", five)
+        patch.setattr(RunFolder, "append", append_five)
         stopped = call(*command)
-    assert stopped.code == 130 and f"5 of {COUNT} pictures" in stopped.err
+    assert stopped.code == 130 and f"5 of {COUNT} images" in stopped.err
     finish(command, folder, state(folder))
 
 
-def test_a_finished_run_draws_nothing(command: list[object], tmp_path: Path) -> None:
+def test_finished_run_generates_nothing(command: list[object], tmp_path: Path) -> None:
     first = call(*command).record
     again = finish(command, tmp_path / "out", COUNT).record
     assert again == {**first, "drawn": 0}
 
 
-def test_the_seed_of_a_run_is_kept(small_model: Path, tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_random_seed(small_model: Path, tmp_path: Path) -> None:
     command = ["generate", "fox", "-n", 2, "-m", small_model, "-o", tmp_path / "out", "--tree", "none", "--json"]
     first = call(*command).record
     (tmp_path / "out" / "00001.png").unlink()
@@ -155,7 +154,7 @@ def test_the_seed_of_a_run_is_kept(small_model: Path, tmp_path: Path) -> None:
     assert again["seed"] == first["seed"] and again["drawn"] == 1
 
 
-def test_force_starts_again(small_model: Path, tmp_path: Path) -> None:
+def test_force_restarts_and_keeps_other_files(small_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     command = ["generate", "fox", "-m", small_model, "-o", folder, "--tree", "none", "--seed", 1]
     call(*command, "-n", 4)
@@ -167,7 +166,7 @@ def test_force_starts_again(small_model: Path, tmp_path: Path) -> None:
     assert len(rows(folder)) == 2
 
 
-def test_a_stopped_picture_is_not_written(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_image_is_not_written(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -114,6 +115,8 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a prompt may hold characters that the terminal lacks
+    log = logging.getLogger("underdraw")
+    level = log.level
     try:
         code = command(args=arguments, prog_name=name, standalone_mode=False)
     except UsageError as error:
@@ -130,6 +133,8 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
         return print_error(f"{name}{error.strerror or error}.")
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
+    finally:
+        log.setLevel(level)  # which --quiet may have changed
     if code == INTERRUPTED:
         print("stopped.", file=sys.stderr)
     return code if isinstance(code, int) else 0

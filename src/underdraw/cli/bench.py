@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from underdraw.bench.methods import Preset, grid
 from underdraw.bench.presets import PRESETS, preset
 from underdraw.cli import options
-from underdraw.cli.report import close
-from underdraw.cli.task import Parts, Sampling, check_folder
+from underdraw.cli.outputs import check_folder
+from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError, UnderdrawError
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def bench(
 
     texts = load_prompts(prompts, data)
     own = drafter[0] if named is not None and drafter else "auto"
-    pipe = Parts(model, own, "auto", "exact", device, dtype).load(quiet=json or quiet)
+    pipe, _ = options.load_pipeline(model, own, "auto", "exact", device, dtype, silent=json or quiet)
     from underdraw.bench.runner import Plan
     from underdraw.pipeline import Pipeline
 
@@ -156,7 +156,7 @@ def bench(
 
     texts = _readable(pipe, texts, overlong, limit or wanted.prompts)
     plan = Plan(wanted.methods, tuple(temperature or wanted.temperatures), texts, repeats, seed, wanted.name or None)
-    sampling = Sampling(guidance, None, top_k, top_p, None, None, None)
+    sampling = {"guidance_scale": guidance, "top_k": top_k, "top_p": top_p}
     _run(pipe, plan, sampling, out, force=force, json=json, quiet=quiet)
 
 
@@ -190,7 +190,9 @@ def _readable(pipe: Pipeline, texts: list[str], overlong: str, limit: int | None
     return kept
 
 
-def _run(pipe: Pipeline, plan: Plan, sampling: Sampling, out: Path, *, force: bool, json: bool, quiet: bool) -> None:
+def _run(
+    pipe: Pipeline, plan: Plan, sampling: dict[str, Any], out: Path, *, force: bool, json: bool, quiet: bool
+) -> None:
     import sys
 
     from tqdm import tqdm
@@ -201,8 +203,7 @@ def _run(pipe: Pipeline, plan: Plan, sampling: Sampling, out: Path, *, force: bo
     from underdraw.bench.summary import write_summary
     from underdraw.bench.tables import show
 
-    arguments = sampling.arguments()
-    made = Bench(pipe, plan, {key: value for key, value in arguments.items() if key != "temperature"})
+    made = Bench(pipe, plan, sampling)
     store = Store(out)
     store.open(made.settings(), {method.name: method.record() for method in (AR, *plan.methods)}, anew=force)
     units = [key for _, key in plan.units()]
@@ -224,7 +225,7 @@ def _run(pipe: Pipeline, plan: Plan, sampling: Sampling, out: Path, *, force: bo
     record = {"out": str(out), "rows": len(store.rows), "drawn": drawn, "entries": summary["entries"]}
     if not (json or quiet):
         show(summary)
-    close(
+    print_result(
         f"{out}: {len(store.rows)} rows ({drawn} new); see it with: underdraw plot {out}",
         record,
         as_json=json,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from underdraw.cli import options
-from underdraw.cli.report import close
-from underdraw.cli.task import check_file
+from underdraw.cli.outputs import check_file
+from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def engine(
         show(record)
     plain = record["plain"]
     sentence = f"{model}: {plain['ms_per_token']:.2f} ms a token, {plain['over_floor']:.2f} times the floor"
-    close(sentence, record, as_json=json, quiet=quiet)
+    print_result(sentence, record, as_json=json, quiet=quiet)
 
 
 def _traces(paths: Sequence[Path], kinds: Sequence[str]) -> list[tuple[Trace, Kind]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from underdraw.cli import options
-from underdraw.cli.report import close
+from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError
 
 EXAMPLES = """
@@ -73,7 +73,7 @@ def evaluate(
     hidden = json or quiet or not sys.stderr.isatty()
     with tqdm(total=looks(question), unit="image", file=sys.stderr, disable=hidden, leave=False) as bar:
         found = answer(question, lambda count: _advance(bar, count))
-    close("\n".join(_told(found)), found, as_json=json, quiet=quiet)
+    print_result("\n".join(_told(found)), found, as_json=json, quiet=quiet)
 
 
 def _advance(bar: Any, count: int) -> None:

@@ -1,14 +1,21 @@
-"""`underdraw generate`: words to pictures. Reads the options, checks them, then loads the model and draws."""
+"""`underdraw generate`: images from a prompt or a file of prompts.
+
+Reads the options and checks those that need no model, then loads the model; `generate_image` and `generate_folder`
+build the request and write the files.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from underdraw.cli import options
-from underdraw.cli.task import Parts, Sampling, Task
+from underdraw.cli.outputs import check_file, check_folder, check_new_file, check_new_png
 from underdraw.errors import ConfigError
 
 EXAMPLES = """
@@ -24,95 +31,183 @@ underdraw generate --prompts prompts.txt -o pictures/ --batch 4 --json
 
 underdraw generate "a tree" --tree adjacency:init=both,nodes=24 --temperature 0 -o tree.png
 """
-PROMPTS = "What to draw"
+MAX_BATCH, MAX_IMAGES = 256, 10**6
+SHEET_SUFFIXES = (".jpg", ".jpeg", ".png")
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to draw, in a few words.")]
+Limit = Annotated[
+    int | None,
+    typer.Option(metavar="COUNT", rich_help_panel=options.PROMPTS, help="Only the first COUNT prompts of the file."),
+]
+Number = Annotated[
+    int, typer.Option("--n", "-n", metavar="COUNT", rich_help_panel=options.PROMPTS, help="Images per prompt.")
+]
+Negative = Annotated[
+    str | None, typer.Option(metavar="TEXT", rich_help_panel=options.PROMPTS, help="What guidance leads away from.")
+]
+Height = Annotated[
+    int | None,
+    typer.Option(metavar="PIXELS", rich_help_panel=options.PROMPTS, help="A height that the model supports."),
+]
+Width = Annotated[
+    int | None, typer.Option(metavar="PIXELS", rich_help_panel=options.PROMPTS, help="A width that the model supports.")
+]
 Prompts = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE|parti|coco", rich_help_panel=PROMPTS,
+        metavar="FILE|parti|coco",
+        rich_help_panel=options.PROMPTS,
         help="Many prompts: a text file with one a line, a TSV of PartiPrompts, a captions JSON of COCO, or the "
-        "published sets by name. The pictures go into the folder --out; run the command again to go on after a stop.",
+        "published sets by name. The images go into the folder --out; run the command again to resume it.",
     ),
-]  # fmt: skip
-Data = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER", envvar="UNDERDRAW_DATA", rich_help_panel=PROMPTS,
-        help="Where the files of parti and coco lie.",
-    ),
-]  # fmt: skip
-Limit = Annotated[int | None, typer.Option(metavar="COUNT", rich_help_panel=PROMPTS, help="Only the first COUNT.")]
-Number = Annotated[int, typer.Option("--n", "-n", metavar="COUNT", rich_help_panel=PROMPTS, help="Images per prompt.")]
-Overlong = Annotated[
-    Literal["refuse", "skip"],
-    typer.Option(rich_help_panel=PROMPTS, help="What to do with prompts of a file that the model cannot read."),
 ]
-Negative = Annotated[
-    str | None, typer.Option(metavar="TEXT", rich_help_panel=PROMPTS, help="What guidance leads away from.")
-]
-Height = Annotated[int | None, typer.Option(metavar="PIXELS", rich_help_panel=PROMPTS, help="A size of the model's.")]
-Width = Annotated[int | None, typer.Option(metavar="PIXELS", rich_help_panel=PROMPTS, help="A size of the model's.")]
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", "-o", metavar="PATH", rich_help_panel=options.OUTPUT,
+        "--out",
+        "-o",
+        metavar="PATH",
+        rich_help_panel=options.OUTPUT,
         help="A PNG file; a folder with --prompts or several images. Without it, a name made of prompt and seed.",
     ),
-]  # fmt: skip
+]
 Force = Annotated[
     bool,
-    typer.Option("--force", "-f", rich_help_panel=options.OUTPUT, help="Replace what is there; start a folder again."),
+    typer.Option("--force", "-f", rich_help_panel=options.OUTPUT, help="Replace existing files; start a folder again."),
 ]
 Batch = Annotated[
-    int, typer.Option(metavar="COUNT", rich_help_panel=options.OUTPUT, help="Pictures of a folder drawn together.")
+    int, typer.Option(metavar="COUNT", rich_help_panel=options.OUTPUT, help="Images of a folder drawn together.")
 ]
 Heatmap = Annotated[
     Path | None,
     typer.Option(
-        metavar="PNG", rich_help_panel=options.OUTPUT,
-        help="Also write what happened at every cell: codes kept, depth of the tree, entropy, top-1 probability.",
+        metavar="PNG",
+        rich_help_panel=options.OUTPUT,
+        help="Also write, for every cell: accepted tokens, depth of the tree, entropy and top-1 probability.",
     ),
-]  # fmt: skip
+]
 Trace = Annotated[
     Path | None,
     typer.Option(
-        metavar="JSON", rich_help_panel=options.OUTPUT,
-        help="Also write the trees and what was accepted of them, for: underdraw bench engine --replay.",
+        metavar="JSON",
+        rich_help_panel=options.OUTPUT,
+        help="Also write the trees and their accepted tokens, for: underdraw bench engine --replay.",
     ),
-]  # fmt: skip
+]
 Sheet = Annotated[
     Path | None,
     typer.Option(
-        metavar="JPG|PNG", rich_help_panel=options.OUTPUT,
-        help="Also write small copies of all pictures of the folder on one sheet, with their prompts.",
+        metavar="JPG|PNG",
+        rich_help_panel=options.OUTPUT,
+        help="Also write small copies of all images of the folder on one sheet, with their prompts.",
     ),
-]  # fmt: skip
+]
 Compare = Annotated[
     bool,
     typer.Option(
-        "--compare", rich_help_panel=options.OUTPUT,
-        help="Draw the same seed without speculation too: whether the pixels are identical, and the ratio of times.",
+        "--compare",
+        rich_help_panel=options.OUTPUT,
+        help="Draw the same seed without speculation too: are the pixels identical, and how much faster was it?",
     ),
-]  # fmt: skip
+]
 CompareImage = Annotated[
     Path | None,
     typer.Option(
-        metavar="PNG", rich_help_panel=options.OUTPUT,
-        help="Also write both pictures side by side with their times; implies --compare.",
+        metavar="PNG",
+        rich_help_panel=options.OUTPUT,
+        help="Also write both images side by side with their times; implies --compare.",
     ),
-]  # fmt: skip
+]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """The options of `generate` besides the model and the sampling: prompts, and what is written where."""
+
+    prompts: list[str]
+    from_file: bool  # whether --prompts named a file
+    images_per_prompt: int
+    seed: int | None
+    overlong: Literal["refuse", "skip"]
+    out: Path | None
+    force: bool
+    batch: int
+    compare: bool
+    compare_image: Path | None
+    heatmap: Path | None
+    trace: Path | None
+    sheet: Path | None
+    json: bool
+    quiet: bool
+
+    @property
+    def into_folder(self) -> bool:
+        """Whether --out is a folder of images."""
+        return self.from_file or self.images_per_prompt > 1
+
+    @property
+    def silent(self) -> bool:
+        """Whether to show no progress."""
+        return self.json or self.quiet
+
+    def check(self) -> None:
+        """Raise for counts out of range and for paths that cannot be written."""
+        if self.images_per_prompt < 1:
+            raise ConfigError(f"--n {self.images_per_prompt} draws nothing; use at least 1.")
+        if len(self.prompts) * self.images_per_prompt > MAX_IMAGES:
+            raise ConfigError(f"--n {self.images_per_prompt} asks for more than {MAX_IMAGES} images; use less.")
+        if not 1 <= self.batch <= MAX_BATCH:
+            raise ConfigError(f"--batch {self.batch} is out of range; use 1 to {MAX_BATCH}.")
+        if self.into_folder:
+            self._check_folder()
+        else:
+            self._check_files()
+
+    def _check_folder(self) -> None:
+        single = {"--heatmap": self.heatmap, "--compare-image": self.compare_image, "--trace": self.trace}
+        for name, path in single.items():
+            if path is not None:
+                raise ConfigError(f"{name} is for one image; leave it out, or draw one prompt with --n 1.")
+        if self.out is None:
+            raise ConfigError("several images need a folder; name it with --out FOLDER.")
+        if self.out.suffix.lower() == ".png" or (self.out.exists() and not self.out.is_dir()):
+            raise ConfigError(f"several images need a folder and {self.out} is a file; name a folder with --out.")
+        if self.sheet is not None:
+            if self.sheet.suffix.lower() not in SHEET_SUFFIXES:
+                raise ConfigError(f"{self.sheet} must end in one of {', '.join(SHEET_SUFFIXES)}.")
+            check_file(self.sheet)
+        check_folder(self.out)
+
+    def _check_files(self) -> None:
+        if self.sheet is not None:
+            raise ConfigError("--sheet shows a folder of images; draw several, with --prompts FILE or --n.")
+        images = [path for path in (self.out, self.heatmap, self.compare_image) if path is not None]
+        if len({path.resolve() for path in images}) < len(images):
+            raise ConfigError(f"{images[-1]} is named twice; give every output its own name.")
+        for path in images:
+            check_new_png(path, force=self.force)
+        if self.trace is not None:
+            check_new_file(self.trace, force=self.force)
+
+    def image_path(self, seed: int) -> Path:
+        """Where a single image goes: --out, or a name made of prompt and seed."""
+        if self.out is not None:
+            return self.out
+        words = "-".join(re.findall(r"\w+", self.prompts[0].lower()))[:60].strip("-")
+        path = Path(f"{words or 'image'}-{seed}.png")
+        check_new_png(path, force=self.force)
+        return path
 
 
 @app.command(epilog=EXAMPLES)
 def generate(
     prompt: Prompt = None,
     prompts: Prompts = None,
-    data: Data = None,
+    data: options.Data = None,
     limit: Limit = None,
     n: Number = 1,
-    overlong: Overlong = "refuse",
+    overlong: options.Overlong = "refuse",
     negative: Negative = None,
     height: Height = None,
     width: Width = None,
@@ -139,30 +234,35 @@ def generate(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Draw a picture from words, or many into a folder. The same seed gives the same picture, however it is drafted."""
-    task = Task(
-        prompts=texts(prompt, prompts, data, limit), listed=prompts is not None, n=n, seed=seed, out=out,
-        heatmap=heatmap, trace=trace, compare=compare or compare_image is not None, compare_image=compare_image,
-        batch=batch, overlong=overlong, force=force, json=json, quiet=quiet, sheet=sheet,
+    """Draw an image from words, or many into a folder. The same seed gives the same image, however it is drafted."""
+    selected = GenerateOptions(
+        prompts=read_prompts(prompt, prompts, data, limit), from_file=prompts is not None, images_per_prompt=n,
+        seed=seed, overlong=overlong, out=out, force=force, batch=batch,
+        compare=compare or compare_image is not None, compare_image=compare_image,
+        heatmap=heatmap, trace=trace, sheet=sheet, json=json, quiet=quiet,
     )  # fmt: skip
-    task.check()
-    sampling = Sampling(guidance, temperature, top_k, top_p, negative, height, width)
-    parts = Parts(
-        model=model, drafter=drafter, tree=tree, verifier=verifier, device=device, dtype=dtype, compile=compile
+    selected.check()
+    if quiet:
+        logging.getLogger("underdraw").setLevel(logging.ERROR)  # until `main` returns
+    pipe, load_seconds = options.load_pipeline(
+        model, drafter, tree, verifier, device, dtype, compile, silent=selected.silent
     )
-    pipe, seconds = parts.timed(quiet=task.silent)
-    if task.many:
-        from underdraw.cli.many import draw_many
+    request_options: dict[str, Any] = {
+        "negative_prompt": negative, "height": height, "width": width, "guidance_scale": guidance,
+        "temperature": temperature, "top_k": top_k, "top_p": top_p,
+    }  # fmt: skip
+    if selected.into_folder:
+        from underdraw.cli.generate_folder import generate_folder
 
-        draw_many(pipe, task, sampling)
+        generate_folder(pipe, selected, request_options)
     else:
-        from underdraw.cli.single import draw_one
+        from underdraw.cli.generate_image import generate_image
 
-        draw_one(pipe, task, sampling, seconds)
+        generate_image(pipe, selected, request_options, load_seconds)
 
 
-def texts(prompt: str | None, source: str | None, data: Path | None, limit: int | None) -> list[str]:
-    """The prompts of the command line: one, or those of a file."""
+def read_prompts(prompt: str | None, source: str | None, data: Path | None, limit: int | None) -> list[str]:
+    """The prompts of the command line: the argument, or those of a file."""
     if (prompt is None) == (source is None):
         raise ConfigError("give either a prompt or --prompts FILE; see underdraw generate --help.")
     if limit is not None and source is None:

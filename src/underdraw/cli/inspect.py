@@ -37,6 +37,8 @@ def lines(report: Report) -> list[str]:
             f"  decoder    {decoder['parameters'] / 1e6:,.1f} M parameters, {decoder['layers']} layers, width "
             f"{decoder['width']}, {decoder['tokens']} tokens, {decoder['codes']} of them image codes"
         )
+        if report.image_tokenizer:
+            text.append(f"  tokenizer  {report.image_tokenizer['parameters'] / 1e6:,.1f} M parameters, for images")
         sizes = report.sizes if len(report.sizes) <= 8 else [*report.sizes[:7], f"... ({len(report.sizes)} in all)"]
         text.append(f"  pictures   {', '.join(sizes)} (height x width)")
         text.append("  settings   " + ", ".join(f"{key} {value:g}" for key, value in report.settings.items()))

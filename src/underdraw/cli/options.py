@@ -1,101 +1,119 @@
-"""Options that several commands share, with their help texts.
+"""Options that several commands share, with their help texts, and the pipeline that they describe.
 
 An option whose metavar is its own name in capitals spells that name out: typer 0.27 would take the one for the other.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from underdraw.registry import policies
 
-PARTS, SAMPLING, OUTPUT = "Model and drafting", "Sampling", "Output"
+if TYPE_CHECKING:
+    from underdraw.pipeline import Pipeline
+
+PROMPTS, PARTS, SAMPLING, OUTPUT = "Prompts", "Model and drafting", "Sampling", "Output"
 
 Model = Annotated[
     str,
     typer.Option(
-        "--model", "-m", metavar="MODEL", rich_help_panel=PARTS,
+        "--model",
+        "-m",
+        metavar="MODEL",
+        rich_help_panel=PARTS,
         help="tiny (comes with the package), a folder or file of weights, or OWNER/NAME on the Hugging Face hub.",
     ),
-]  # fmt: skip
+]
 Drafter = Annotated[
     str,
     typer.Option(
-        "--drafter", metavar="DRAFTER", rich_help_panel=PARTS,
-        help="Who guesses ahead: auto (the model's own, or jacobi), jacobi, neighbour, a drafter's folder, or "
+        "--drafter",
+        metavar="DRAFTER",
+        rich_help_panel=PARTS,
+        help="What drafts tokens: auto (the model's drafter, or jacobi), jacobi, neighbour, a drafter's folder, or "
         "OWNER/NAME on the Hugging Face hub.",
     ),
-]  # fmt: skip
+]
 Tree = Annotated[
     str,
     typer.Option(
-        metavar="POLICY", rich_help_panel=PARTS,
-        help=f"How large a tree of guesses: auto, {', '.join(policies.names())}, with options behind a colon, e.g. "
+        metavar="POLICY",
+        rich_help_panel=PARTS,
+        help=f"The draft tree: auto, {', '.join(policies.names())}, with options behind a colon, e.g. "
         "adjacency:init=both,nodes=24. With none there is no speculation.",
     ),
-]  # fmt: skip
+]
 Verifier = Annotated[
     str,
     typer.Option(
-        "--verifier", metavar="VERIFIER", rich_help_panel=PARTS,
-        help="When a guess counts: auto (what the model was saved with, or exact), exact (the very image of plain "
-        "sampling), rejection (another image of the same law) or lantern (faster, not exact).",
+        "--verifier",
+        metavar="VERIFIER",
+        rich_help_panel=PARTS,
+        help="Which drafted tokens are accepted: auto (what the model was saved with, or exact), exact (the same image "
+        "as plain sampling), rejection (another image from the same distribution) or lantern (faster, not exact).",
     ),
-]  # fmt: skip
+]
 Device = Annotated[
     str, typer.Option("--device", metavar="DEVICE", rich_help_panel=PARTS, help="auto, cpu, cuda or cuda:N.")
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        metavar="TYPE", rich_help_panel=PARTS,
+        metavar="TYPE",
+        rich_help_panel=PARTS,
         help="auto (float32 on a CPU, bfloat16 on a GPU), float32, bfloat16 or float16.",
     ),
-]  # fmt: skip
+]
 Compile = Annotated[
     Literal["auto", "on", "capture", "off"],
     typer.Option(
         rich_help_panel=PARTS,
-        help="Compile, capture and replay passes (on); only capture and replay, which starts at once and runs slower "
-        "(capture); neither (off). auto is on for a GPU.",
+        help="Compile passes and replay them as CUDA graphs (on); only CUDA graphs, which starts at once and runs "
+        "slower (capture); neither (off). auto is on for a GPU.",
     ),
 ]
 Guidance = Annotated[
     float | None,
     typer.Option(
-        metavar="NUMBER", rich_help_panel=SAMPLING,
-        help="How strictly to follow the prompt; 1 turns guidance off. Without it, the model's own setting.",
+        metavar="NUMBER",
+        rich_help_panel=SAMPLING,
+        help="How strictly to follow the prompt; 1 turns guidance off. Without it, the model's default.",
     ),
-]  # fmt: skip
+]
 Temperature = Annotated[
     float | None,
-    typer.Option(
-        metavar="NUMBER", rich_help_panel=SAMPLING, help="0 is greedy. Without it, the model's own setting."
-    ),
-]  # fmt: skip
+    typer.Option(metavar="NUMBER", rich_help_panel=SAMPLING, help="0 is greedy. Without it, the model's default."),
+]
 TopK = Annotated[
     int | None,
     typer.Option(
-        "--top-k", metavar="COUNT", rich_help_panel=SAMPLING,
-        help="Draw from the COUNT most likely codes; 0 is off. Without it, the model's own setting.",
+        "--top-k",
+        metavar="COUNT",
+        rich_help_panel=SAMPLING,
+        help="Draw from the COUNT most likely codes; 0 is off. Without it, the model's default.",
     ),
-]  # fmt: skip
+]
 TopP = Annotated[
     float | None,
     typer.Option(
-        "--top-p", metavar="SHARE", rich_help_panel=SAMPLING,
-        help="Draw from the most likely codes that make up SHARE; 1 is off. Without it, the model's own setting.",
+        "--top-p",
+        metavar="SHARE",
+        rich_help_panel=SAMPLING,
+        help="Draw from the most likely codes that make up SHARE; 1 is off. Without it, the model's default.",
     ),
-]  # fmt: skip
+]
 Seed = Annotated[
     int | None,
     typer.Option(
-        metavar="NUMBER", rich_help_panel=SAMPLING,
+        metavar="NUMBER",
+        rich_help_panel=SAMPLING,
         help="Seed of the first image; image i has seed + i. Without it, a random one, which is printed.",
     ),
-]  # fmt: skip
+]
 Json = Annotated[
     bool,
     typer.Option("--json", rich_help_panel=OUTPUT, help="Print one JSON object as the last line and no progress."),
@@ -103,3 +121,45 @@ Json = Annotated[
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="Print nothing but errors (and --json).")
 ]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        envvar="UNDERDRAW_DATA",
+        rich_help_panel=PROMPTS,
+        help="The folder with the files of parti and coco.",
+    ),
+]
+Overlong = Annotated[
+    Literal["refuse", "skip"],
+    typer.Option(rich_help_panel=PROMPTS, help="What to do with prompts that are too long for the model."),
+]
+
+
+def load_pipeline(
+    model: str,
+    drafter: str,
+    tree: str,
+    verifier: str,
+    device: str,
+    dtype: str,
+    compile: Literal["auto", "on", "capture", "off"] = "auto",
+    *,
+    silent: bool,
+) -> tuple[Pipeline, float]:
+    """Load the pipeline; returns it with the seconds that took. torch is imported here, which is not counted."""
+    from rich.console import Console
+
+    console = Console(stderr=True, quiet=silent)
+    with console.status(f"loading {model}"):
+        from underdraw.pipeline import Pipeline
+
+        start = time.perf_counter()
+        pipe = Pipeline.from_pretrained(
+            model, drafter=drafter, tree=tree, verifier=verifier, device=device, dtype=dtype, compile=compile
+        )
+        seconds = time.perf_counter() - start
+    if pipe.graphs is not None:
+        pipe.graphs.tell = console.print
+    pipe.set_progress_bar_config(disable=True)  # commands show a bar of their own
+    return pipe, seconds

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from underdraw.cli import options
-from underdraw.cli.report import close
+from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError
 
 EXAMPLES = """
@@ -41,7 +41,7 @@ def plot(run: Folder = None, page: Page = None, json: options.Json = False, quie
 
         changed = renew(page)
         told = "made anew" if changed else "as it was"
-        close(f"{page}: {told}", {"page": str(page), "changed": changed}, as_json=json, quiet=quiet)
+        print_result(f"{page}: {told}", {"page": str(page), "changed": changed}, as_json=json, quiet=quiet)
         return
     assert run is not None
     if not run.is_dir():
@@ -50,4 +50,4 @@ def plot(run: Folder = None, page: Page = None, json: options.Json = False, quie
 
     files = write_report(run)
     record = {"run": str(run), "files": [str(file) for file in files]}
-    close(f"{files[-1]}: {len(files) - 1} figures", record, as_json=json, quiet=quiet)
+    print_result(f"{files[-1]}: {len(files) - 1} figures", record, as_json=json, quiet=quiet)

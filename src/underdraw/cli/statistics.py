@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from underdraw.cli import options
-from underdraw.cli.report import close
-from underdraw.cli.task import Parts, check_file
+from underdraw.cli.outputs import check_file
+from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError
 
 EXAMPLES = """
@@ -64,7 +64,7 @@ def statistics(
     from underdraw.bench.records import head, table
     from underdraw.bench.results import write_json
 
-    pipe = Parts(model, drafter, tree, "exact", device, dtype).load(quiet=json or quiet)
+    pipe, _ = options.load_pipeline(model, drafter, tree, "exact", device, dtype, silent=json or quiet)
     for text in texts:
         pipe.model.check_prompt(text)
     asked = tuple(temperature or (1.0, 0.0))
@@ -76,4 +76,4 @@ def statistics(
 
         found = measure(pipe, texts, asked, seed=seed, noted=noted)
     write_json(out, found)
-    close(f"{head(found)}\n\n{table(found)}\n\n{out}", found, as_json=json, quiet=quiet)
+    print_result(f"{head(found)}\n\n{table(found)}\n\n{out}", found, as_json=json, quiet=quiet)

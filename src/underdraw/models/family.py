@@ -15,7 +15,8 @@ docs/models.md has a complete example of 60 lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +25,12 @@ import torch
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint, HubOptions
+from underdraw.models.vocabulary import Vocabulary
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import ImageTokenizer, Prompt
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +137,27 @@ class LoadedModel:
     drafter_folders: Sequence[Path] = ()  # drafters shipped with the checkpoint, the preferred one first
     path: Path | None = None  # file or folder it was loaded from
     hub: HubOptions = HubOptions()  # used to download drafters
+    vocabulary: Vocabulary | None = None  # the words of its training captions, where they are few and listed
 
     @property
     def placement(self) -> Placement:
         weight = self.target.net.head.weight
         return Placement(weight.device, weight.dtype)
+
+    def unknown_words(self, texts: Iterable[str]) -> list[str]:
+        """The words that the model was not trained with; empty for models that read any text."""
+        return [] if self.vocabulary is None else self.vocabulary.unknown_words(texts)
+
+    def warn_unknown_words(self, prompts: Iterable[str]) -> None:
+        """Log a warning with the words of the prompts that the model was not trained with, if there are any."""
+        words = self.unknown_words(prompts)
+        if words:
+            names = ", ".join(map(repr, words[:8])) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
+            log.warning(
+                "%s was not trained with the %s %s and draws something else instead; "
+                "`underdraw models %s --words` lists what it knows.",
+                self.name, "word" if len(words) == 1 else "words", names, self.name,
+            )  # fmt: skip
 
     def resolve_size(self, height: int | None, width: int | None) -> ImageSize:
         """Return the first supported size with this height and width, where None means any."""

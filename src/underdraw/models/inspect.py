@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 
 from underdraw.errors import UnsupportedError
-from underdraw.models.checkpoint import WEIGHTS, Checkpoint, tensor_shapes
+from underdraw.models.checkpoint import EMBEDDED, WEIGHTS, Checkpoint, open_checkpoint, tensor_shapes
 from underdraw.models.family import Family, ModelSpec, Placement
 from underdraw.nn.transformer import Arch, Transformer
+from underdraw.nn.weights import SCALE
 from underdraw.registry import families
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -39,6 +40,7 @@ class Report:
     files: int
     bytes: int
     decoder: dict[str, int] = field(default_factory=dict)
+    image_tokenizer: dict[str, int] = field(default_factory=dict)  # of checkpoints that hold it in a folder `tokenizer`
     sizes: list[str] = field(default_factory=list)
     settings: dict[str, float] = field(default_factory=dict)
     memory: dict[str, Memory] = field(default_factory=dict)
@@ -58,11 +60,27 @@ def list_families() -> list[dict[str, Any]]:
             {
                 "family": family.name,
                 "summary": family.summary,
-                "published": [asdict(item) for item in family.published],
+                "published": [
+                    {**asdict(item), "parameters": _embedded_parameters(item.id)} for item in family.published
+                ],
                 "drafters": [head.id for head in family.drafters],
             }
         )
     return found
+
+
+def _embedded_parameters(name: str) -> dict[str, int]:
+    """Parameters of the parts of a checkpoint that comes with the package, counted from its files."""
+    if name not in EMBEDDED:
+        return {}
+    folder = open_checkpoint(name).folder
+    return {"decoder": count_parameters(folder / "decoder"), "image tokenizer": count_parameters(folder / "tokenizer")}
+
+
+def count_parameters(folder: Path) -> int:
+    """Parameters in the safetensors files of a folder; the scales of 8-bit rows are no parameters."""
+    shapes = [tensor_shapes(path) for path in folder.glob("model-*.safetensors")]
+    return sum(shape.numel() for part in shapes for name, shape in part.items() if not name.endswith(SCALE))
 
 
 def inspect(checkpoint: Checkpoint) -> Report:
@@ -88,6 +106,7 @@ def inspect(checkpoint: Checkpoint) -> Report:
         kind="model",
         family=family.name,
         decoder=_decoder(known.arch),
+        image_tokenizer=_image_tokenizer(checkpoint),
         sizes=[str(size) for size in known.sizes],
         settings=asdict(known.defaults),
         memory=_memory(known),
@@ -138,6 +157,11 @@ def _decoder(arch: Arch) -> dict[str, int]:
         "parameters": _parameters(arch), "layers": arch.layers, "width": arch.dim, "heads": arch.heads,
         "key_value_heads": arch.groups, "tokens": arch.vocab, "codes": len(arch.outputs or range(arch.vocab)),
     }  # fmt: skip
+
+
+def _image_tokenizer(checkpoint: Checkpoint) -> dict[str, int]:
+    folder = checkpoint.folder / "tokenizer"
+    return {"parameters": count_parameters(folder)} if (folder / _OURS).exists() else {}
 
 
 def _parameters(arch: Arch) -> int:

@@ -1,7 +1,7 @@
 """The embedded family: a small text-to-image model of our own, with its image tokenizer and its drafter.
 
 A folder of this family holds config.json, `tokenizer/` (the image tokenizer), `decoder/` (weights and, as text.json,
-the text tokenizer) and, if it has one, `drafter/`. Training writes these folders.
+the text tokenizer) and, if it has them, `drafter/` and words.json, the words of its training captions.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from underdraw.errors import CheckpointError, ConfigError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import Family, ImageSize, LoadedModel, Placement, PublishedCheckpoint, SamplingDefaults
+from underdraw.models.vocabulary import load_vocabulary
 from underdraw.nn.rope import Rope
 from underdraw.nn.row_invariant import pack_weights
 from underdraw.nn.target import DecoderTarget
@@ -75,12 +76,13 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         check_prompt=check,
         drafter_folders=tuple(path.parent for path in sorted(folder.glob("drafter*/model-0.safetensors"))),
         path=folder,
+        vocabulary=load_vocabulary(folder),
     )
 
 
 FAMILY = Family(
     name="tiny",
-    summary="the embedded model: 29 M parameters, 192 px, 24x24 codes, emoji, portraits and landscapes",
+    summary="the embedded model: 192 px, 24x24 codes, emoji, portraits and landscapes",
     published=(PublishedCheckpoint("tiny", "CC-BY-4.0 AND CC0-1.0 AND MIT", "comes with the package"),),
     matches=matches,
     load=load,

@@ -19,7 +19,7 @@ from torch import Tensor
 from underdraw.errors import CheckpointError
 
 SHARD = 15 * 2**20  # bytes a file
-_SCALE = ".scale"
+SCALE = ".scale"
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def save_weights(
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         if precision == "int8" and value.ndim >= 2 and value.numel() >= 4096:
-            tensors[name], tensors[name + _SCALE] = (part.cpu().contiguous() for part in quantise(value))
+            tensors[name], tensors[name + SCALE] = (part.cpu().contiguous() for part in quantise(value))
         else:
             tensors[name] = value.detach().to("cpu", torch.bfloat16).contiguous()
     shards: list[dict[str, Tensor]] = [{}]
@@ -90,8 +90,8 @@ def load_weights(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
         raise CheckpointError(
             f"the weights in {folder} are damaged or incomplete ({error}); fetch or write them again."
         ) from error
-    scales = {name: state.pop(name) for name in list(state) if name.endswith(_SCALE)}
+    scales = {name: state.pop(name) for name in list(state) if name.endswith(SCALE)}
     return {
-        name: dequantise(value, scales[name + _SCALE]) if name + _SCALE in scales else value.float()
+        name: dequantise(value, scales[name + SCALE]) if name + SCALE in scales else value.float()
         for name, value in state.items()
     }, about

@@ -1,0 +1,112 @@
+"""`underdraw generate` for one image: generates it, compares it if asked to, and writes all files at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from underdraw.cli.progress import (
+    comparison_records,
+    drafted_tokens,
+    load_record,
+    median_pass_ms,
+    peak_device_bytes,
+    pixels_phrase,
+    print_result,
+    progress_bar,
+    rounded,
+    stats_record,
+    summary_line,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from PIL.Image import Image
+
+    from underdraw.cli.generate import GenerateOptions
+    from underdraw.engine.decode import TokenStatsMode
+    from underdraw.history import StepResult
+    from underdraw.output import PipelineOutput
+    from underdraw.pipeline import Pipeline
+    from underdraw.request import GenerationRequest
+
+TRACE_KEYS = ("prompt", "seed", "model", "settings", "tokens_per_pass")
+
+
+def generate_image(
+    pipe: Pipeline, options: GenerateOptions, request_options: dict[str, Any], load_seconds: float
+) -> None:
+    """Generate the image of `options` and write it, with the sheets and the trace that were asked for."""
+    loading = load_record(pipe, load_seconds)
+    request = pipe.request(options.prompts[0], seed=options.seed, **request_options)
+    path = options.image_path(request.seeds[0])
+    output, steps = _generate(pipe, request, options, "skip" if options.heatmap is None else "keep")
+    record: dict[str, Any] = {
+        "prompt": request.prompts[0],
+        "seed": request.seeds[0],
+        "model": pipe.model.name,
+        "out": str(path),
+        **stats_record(output.stats),
+        "tokens_per_second": rounded(output.stats.tokens / output.stats.seconds),
+        "pass_ms": median_pass_ms(steps),
+        "load": loading,
+        "peak_device_bytes": peak_device_bytes(pipe),
+        "settings": output.settings,
+        "unknown_words": pipe.model.unknown_words(request.prompts),
+    }
+    plain = None
+    if options.compare:
+        plain, plain_steps = _generate(pipe.plain(), request, options, label="plain")
+        record |= comparison_records(output, plain)[0] | {"plain_pass_ms": median_pass_ms(plain_steps)}
+    _write_images(path, options, output, plain, record)
+    if options.trace is not None:
+        from underdraw.bench.replay import Trace
+
+        Trace.of(steps, {key: record[key] for key in TRACE_KEYS}).save(options.trace)
+    line = f"{path}: {summary_line(record)}; seed {record['seed']}"
+    print_result(line, record, as_json=options.json, quiet=options.quiet)
+
+
+def _generate(
+    pipe: Pipeline,
+    request: GenerationRequest,
+    options: GenerateOptions,
+    token_stats: TokenStatsMode = "skip",
+    label: str = "",
+) -> tuple[PipelineOutput[list[Image]], list[StepResult]]:
+    """Run a request with a progress bar; returns its output and its passes."""
+    steps: list[StepResult] = []
+    total = drafted_tokens(pipe.model.make_layout(request.size))
+    with progress_bar(total, silent=options.silent, label=label) as advance:
+
+        def on_step_end(pipe: Any, index: int, step: int, details: dict[str, Any]) -> None:
+            advance(pipe, index, step, details)
+            steps.append(details["step"])
+
+        return pipe.generate(request, callback_on_step_end=on_step_end, token_stats=token_stats), steps
+
+
+def _write_images(
+    path: Path,
+    options: GenerateOptions,
+    output: PipelineOutput[list[Image]],
+    plain: PipelineOutput[list[Image]] | None,
+    record: dict[str, Any],
+) -> None:
+    from underdraw.images import save_png, side_by_side
+
+    sheets = []  # drawn before anything is written, so that an error leaves no files
+    if options.heatmap is not None:
+        sheets.append((output.heatmap(), options.heatmap))
+        record["heatmap"] = str(options.heatmap)
+    if options.compare_image is not None and plain is not None:
+        pairs = [
+            (plain.images[0], f"plain: {plain.stats.seconds:.2f} s, {plain.stats.passes} passes"),
+            (output.images[0], f"underdraw: {output.stats.seconds:.2f} s, {output.stats.passes} passes"),
+        ]
+        title = f"{pixels_phrase(record)}, {record['speedup']:.2f}x the speed"
+        sheets.append((side_by_side(pairs, title), options.compare_image))
+        record["compare_image"] = str(options.compare_image)
+    output.save(path)
+    for sheet, sheet_path in sheets:
+        save_png(sheet, sheet_path)

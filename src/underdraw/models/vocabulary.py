@@ -1,0 +1,43 @@
+"""The words that a model was trained with, for models with few training captions: the file words.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from underdraw.errors import CheckpointError
+from underdraw.io import read_json
+from underdraw.tokenizers.text import normalize
+
+FILE = "words.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Every word of the training captions, and lists of the phrases that prompts can be made of."""
+
+    words: frozenset[str]
+    phrases: dict[str, Any]  # title -> list of phrases, or {group: list of phrases}
+
+    def unknown_words(self, texts: Iterable[str]) -> list[str]:
+        """The words that no training caption has, each once, in the order of the texts."""
+        return list(dict.fromkeys(word for text in texts for word in split_words(text) if word not in self.words))
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a text, normalized as the text tokenizer does and without punctuation."""
+    return re.findall(r"\w+", normalize(text))
+
+
+def load_vocabulary(folder: Path) -> Vocabulary | None:
+    """The vocabulary of a checkpoint; None if its folder has no words.json."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    content = read_json(path, "a list of words", CheckpointError)
+    if not isinstance(content, dict) or not isinstance(content.get("words"), list):
+        raise CheckpointError(f'{path} has no list "words"; copy the file of the checkpoint again, or delete it.')
+    return Vocabulary(frozenset(content.pop("words")), content)

@@ -64,7 +64,7 @@ def checks() -> None:
         for batch, seeds in captured.BATCHES.items():
             for layout, own in captured.LAYOUTS.items():
                 for policy in captured.POLICIES:
-                    graphs = GraphCache(record=record, quantum=64)
+                    graphs = GraphCache(capture=record, span_multiple=64)
                     captured.check(of, graphs, name, policy, layout=own, seeds=seeds, guidance=2.0)
                 print(f"{name}, {batch}, {layout}: equal", flush=True)
 
@@ -113,13 +113,13 @@ def agree(out: Path, tiny: bool) -> None:
     from underdraw.engine.cuda_graphs import EagerPass, GraphCache, make_graph_cache
 
     pipe = Pipeline.from_pretrained("tiny", drafter="jacobi", dtype="bfloat16")
-    graphs = make_graph_cache(pipe.device, "auto") or GraphCache(record=EagerPass)
+    graphs = make_graph_cache(pipe.device, "auto") or GraphCache(capture=EagerPass)
     count = 1 if tiny else 20
     texts = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
     job = pipe.request(texts)
     prompts = [pipe.model.make_prompt(text, None, job.size) for text in texts]
     found = agreement(
-        pipe.model.target, pipe.model.make_layout(job.size), prompts, job.guidance, graphs.padded,
+        pipe.model.target, pipe.model.make_layout(job.size), prompts, job.guidance, graphs.with_min_bucket,
         temperature=job.temperature, top_k=job.top_k,
     )  # fmt: skip
     record = {"model": "tiny", "dtype": "bfloat16", "machine": about(pipe.device), "guidance": job.guidance, **found}

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from underdraw.bench.engine import device_ms
-from underdraw.engine.cuda_graphs import CudaGraphPass, compiled_regions
+from underdraw.engine.compile import compiled_layer_functions
+from underdraw.engine.cuda_graphs import CudaGraphPass
 from underdraw.kernels import fused_layer as slim
 from underdraw.kernels.tree_attention import tree_attention
 from underdraw.models.loading import resolve_placement
@@ -121,7 +122,7 @@ def main() -> None:
     cuda = place.device.type == "cuda"
     arch = replace(shape(given.model).arch, layers=given.layers, vocab=64, outputs=None)
     layers = Layers(random_target(arch, place).net, cuda)
-    whole = compiled_regions() if cuda else PLAIN
+    whole = compiled_layer_functions() if cuda else PLAIN
     found = {
         "model": given.model, "dtype": str(place.dtype), "products_us": layers.products(),
         "layer_us": {

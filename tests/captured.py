@@ -47,7 +47,7 @@ def drafter(name: str, of: DecoderTarget) -> Any:
 
 def captured(graphs: GraphCache) -> int:
     """How many kinds of passes were captured."""
-    return sum(run is not None for passes in graphs.kept.values() for run in passes.runs.values())
+    return sum(run is not None for passes in graphs.runners.values() for run in passes.passes.values())
 
 
 def check(of: DecoderTarget, graphs: GraphCache, name: str, policy: str, **settings: Any) -> None:
@@ -58,14 +58,14 @@ def check(of: DecoderTarget, graphs: GraphCache, name: str, policy: str, **setti
         tokens, _, steps = toy.run(of, own, tree, graphs=graphs, **given)
         assert torch.equal(tokens, toy.plain(of, **given))
         assert all(len(step.tokens) >= 1 for step in steps)
-    assert len(graphs.kept) == 1, "one set of buffers serves both pictures"
+    assert len(graphs.runners) == 1, "one set of buffers serves both pictures"
     assert captured(graphs) >= 1
 
 
 def buffers(graphs: GraphCache) -> list[int]:
     """Where the state of every kept decode lies."""
     found = []
-    for passes in graphs.kept.values():
+    for passes in graphs.runners.values():
         assert isinstance(passes, GraphRunner)
         cache = passes.target.cache
         found += [t.data_ptr() for t in (passes.steps, passes.root, cache.keys, cache.values, cache.length)]

@@ -32,8 +32,7 @@ from recipes.tiny.data import Pack
 from recipes.tiny.multi_token_loss import Foresight, Scorer
 from recipes.tiny.text import caption_texts, learn
 from underdraw.drafters.forced import Forced
-from underdraw.engine.decode import decode
-from underdraw.history import History
+from underdraw.engine.decode import decode_tokens
 from underdraw.images import contact_sheet, pixels_to_images
 from underdraw.layout import Layout
 from underdraw.models.tiny import tiny_arch
@@ -231,10 +230,7 @@ class Trainer:
         empty = tuple(self.text.encode_batch([""])[0])
         rows = [Prompt(tuple(ids), empty) for ids in self.text.encode_batch(prompts)]
         sampler = Sampler(self.layout, range(len(rows)), top_k=top_k, device=self.device)
-        histories = [History(self.layout) for _ in rows]
-        for _ in decode(target, Forced(), NoTree(), Exact(), rows, sampler, guidance=guidance, histories=histories):
-            pass
-        tokens = torch.from_numpy(np.stack([history.tokens for history in histories]))
+        tokens = decode_tokens(target, Forced(), NoTree(), Exact(), rows, sampler, guidance=guidance)
         codes = self.layout.grid(tokens).to(self.device)
         with self.autocast():
             pixels = torch.cat([self.tokenizer.decode(part).float() for part in codes.split(16)])

@@ -16,7 +16,7 @@ from underdraw.nn.target import DecoderSession, DecoderTarget
 
 
 def graphs(smallest: int) -> GraphCache:
-    return GraphCache(record=EagerPass, quantum=64, smallest=smallest)
+    return GraphCache(capture=EagerPass, span_multiple=64, min_bucket=smallest)
 
 
 @pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])

@@ -12,11 +12,12 @@ import torch
 from commands import call
 
 from underdraw import Pipeline
-from underdraw.bench.instrumentation import Clock, Memory, Timed
+from underdraw.bench.instrumentation import Clock, Timed
 from underdraw.bench.methods import AR, Method, grid
 from underdraw.bench.results import Store
 from underdraw.bench.runner import Bench, Plan, stalled
 from underdraw.engine.cuda_graphs import EagerPass, GraphCache
+from underdraw.engine.memory_stats import peak_bytes, reset_peak_bytes
 
 GRID = [
     "--tree",
@@ -186,14 +187,14 @@ def test_keeping_time_changes_nothing(pipe: Pipeline) -> None:
 
 def test_methods_come_back_to_their_captured_passes(pipe: Pipeline, tmp_path: Path) -> None:
     """Where passes are captured, the drafter's clock does not keep them from it, and warming up meets their kinds."""
-    pipe.graphs = GraphCache(record=EagerPass)
+    pipe.graphs = GraphCache(capture=EagerPass)
     methods = (Method("chain", "chain:depth=2"), Method("tree", "confidence:depth=2,nodes=5"))
     plan = Plan(methods, (0.0, 1.0), ["a red fox", "a blue cup"])
     bench, store = Bench(pipe, plan, {}), Store(tmp_path / "run")
     store.open(bench.settings(), {method.name: method.record() for method in (AR, *methods)}, anew=True)
     seen: list[tuple[int, int]] = []
-    bench.run(store, lambda key: seen.append(pipe.graphs.kinds if pipe.graphs else (0, 0)))
-    assert len(pipe.graphs.kept) == 2, "one set of buffers a temperature"
+    bench.run(store, lambda key: seen.append(pipe.graphs.pass_counts if pipe.graphs else (0, 0)))
+    assert len(pipe.graphs.runners) == 2, "one set of buffers a temperature"
     assert seen[0][1] > 0 and len(set(seen)) == 1, "nothing new is met or captured on the clock"
     assert all(row["equal_image"] for row in store.rows.values())
 
@@ -207,10 +208,13 @@ def test_standing_still_is_told_from_work() -> None:
 
 def test_memory_is_that_of_the_picture() -> None:
     """On Linux the mark starts anew: what was freed before it does not count."""
+    cpu = torch.device("cpu")
     big = torch.ones(60_000_000)
-    high = Memory(torch.device("cpu")).peak
+    reset_peak_bytes(cpu)
+    high = peak_bytes(cpu)
     del big
-    low = Memory(torch.device("cpu")).peak
+    reset_peak_bytes(cpu)
+    low = peak_bytes(cpu)
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("this system does not forget its high-water mark")
     assert high - low > 100_000_000

@@ -57,7 +57,7 @@ def test_a_replay_accepts_what_the_trace_says(name: str, captured: bool) -> None
     assert sum(accepted) > 0
     of = toy.target(9)
     drafter: Any = {"eagle": toy.eagle(of), "block": toy.block(of), "jacobi": Jacobi()}[name]
-    verifier, graphs = Replay(trace, torch.device("cpu")), GraphCache(record=EagerPass) if captured else None
+    verifier, graphs = Replay(trace, torch.device("cpu")), GraphCache(capture=EagerPass) if captured else None
     for _ in range(2):
         verifier.rewind()
         _, histories, steps = toy.run(
@@ -161,7 +161,7 @@ def test_costs_of_captured_passes_are_measured_once_and_stored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     of, file = toy.target(), tmp_path / "costs.json"
-    graphs = GraphCache(record=EagerPass, quantum=64)
+    graphs = GraphCache(capture=EagerPass, span_multiple=64)
     workload = Workload(("toy",), of, toy.eagle(of), toy.prompts(1), Sampler(toy.PLAIN, (0,)), 2.0, graphs)
     costs = load_or_measure_costs(workload, file)
     assert [record.message for record in caplog.records if str(file) in record.message], "the log names the file"

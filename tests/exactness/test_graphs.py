@@ -16,7 +16,9 @@ import toy
 from tape import Tape
 
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.engine.cuda_graphs import EagerPass, GraphCache, compiled_regions
+from underdraw.drafters.small_model import SmallModel
+from underdraw.engine.compile import compiled_layer_functions
+from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 from underdraw.errors import ConfigError
 from underdraw.nn.layer_functions import PLAIN
 from underdraw.nn.transformer import DecoderLayer
@@ -33,7 +35,7 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graphs(**options: Any) -> GraphCache:
-    return GraphCache(record=Tape, quantum=64, **options)
+    return GraphCache(capture=Tape, span_multiple=64, **options)
 
 
 @pytest.mark.parametrize(("name", "policy", "batch", "layout"), captured.CASES)
@@ -62,7 +64,7 @@ def test_every_setting(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("smallest", BUCKET_SIZES)
 def test_every_bucket(smallest: int) -> None:
     """Plain decoding through every padded size."""
-    captured.check(toy.target(), graphs(smallest=smallest), "forced", "none", seeds=(3,), guidance=2.0)
+    captured.check(toy.target(), graphs(min_bucket=smallest), "forced", "none", seeds=(3,), guidance=2.0)
 
 
 @pytest.mark.parametrize("name", ["eagle", "jacobi"])
@@ -111,20 +113,24 @@ def test_few_sets_of_buffers_are_kept() -> None:
     of, kept = toy.target(), graphs()
     for temperature in (0.0, 0.5, 1.0, 1.5):
         toy.run(of, toy.eagle(of), policies.build("chain"), graphs=kept, temperature=temperature)
-    assert len(kept.kept) == 2
-    kept.most = 4
+    assert len(kept.runners) == 2
+    kept.max_runners = 4
     for temperature in (0.0, 0.5):
         toy.run(of, toy.eagle(of), policies.build("chain"), graphs=kept, temperature=temperature)
-    assert len(kept.kept) == 4
+    assert len(kept.runners) == 4
 
 
-def test_a_session_that_cannot_be_captured_still_draws() -> None:
-    of, kept = toy.target(), graphs()
-    from underdraw.drafters.small_model import SmallModel
-
-    own = toy.Adversary(SmallModel(of))
-    assert torch.equal(toy.run(of, own, policies.build("chain"), graphs=kept)[0], toy.plain(of))
-    assert kept.kept == {}
+def test_drafter_without_capturable_session_runs_eagerly_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    of, cache = toy.target(), graphs()
+    drafter = toy.Adversary(SmallModel(of))
+    for _ in range(2):
+        assert torch.equal(toy.run(of, drafter, policies.build("chain"), graphs=cache)[0], toy.plain(of))
+    assert cache.runners == {}
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "passes with Adversary run eagerly" in record.message
+    assert "slower" in record.message
+    toy.run(of, SmallModel(of), policies.build("chain"), graphs=cache)
+    assert len(caplog.records) == 1, "a drafter that can be captured causes no warning"
 
 
 def test_a_tape_notices_what_a_graph_would_not_survive() -> None:
@@ -142,7 +148,7 @@ def test_a_tape_notices_what_a_graph_would_not_survive() -> None:
 def test_regions_are_compiled_once_for_all_layers() -> None:
     """dynamo traces a region without a break; layers share it, and so do all numbers of nodes above one."""
     torch._dynamo.reset()
-    compiled_regions("eager")  # says what of it is constant
+    compiled_layer_functions("eager")  # says what of it is constant
     counter = torch._dynamo.testing.CompileCounter()
     with torch.inference_mode():
         between = torch.compile(PLAIN.between, fullgraph=True, backend=counter)
@@ -164,7 +170,7 @@ def test_regions_are_compiled_once_for_all_layers() -> None:
 
 def test_compiled_passes_draw_the_same() -> None:
     torch._dynamo.reset()
-    kept = GraphCache(record=EagerPass, regions=compiled_regions("aot_eager"))
+    kept = GraphCache(capture=EagerPass, layer_functions=compiled_layer_functions("aot_eager"))
     captured.check(toy.target(), kept, "eagle", "chain:depth=3", seeds=(3,), guidance=2.0)
     torch._dynamo.reset()
 
@@ -177,7 +183,7 @@ def test_prompts_are_not_compiled() -> None:
         sizes.add(x.shape[1])
         return PLAIN.leave(block, norm, x, attended)
 
-    kept = graphs(regions=replace(PLAIN, leave=leave))
+    kept = graphs(layer_functions=replace(PLAIN, leave=leave))
     for own in (toy.eagle(of, above=True), toy.block(of)):
         for length in (5, 6, 7, 9):
             rows = [Prompt((0,) * length, (0, 3))]

@@ -13,7 +13,8 @@ import selecting
 import torch
 import toy
 
-from underdraw.engine.cuda_graphs import GraphCache, GraphRunner, compiled_regions
+from underdraw.engine.compile import compiled_layer_functions
+from underdraw.engine.cuda_graphs import GraphCache, GraphRunner
 from underdraw.engine.decode import decode
 from underdraw.history import History
 from underdraw.nn.attention import Kernel
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_graphs_equal_plain(name: str, policy: str, batch: str, layout: str) -> None:
     """The plain pictures are drawn without graphs."""
     captured.check(
-        toy.target(device="cuda"), GraphCache(quantum=64), name, policy, layout=captured.LAYOUTS[layout],
+        toy.target(device="cuda"), GraphCache(span_multiple=64), name, policy, layout=captured.LAYOUTS[layout],
         seeds=captured.BATCHES[batch], guidance=2.0,
     )  # fmt: skip
 
@@ -38,7 +39,7 @@ def test_graphs_equal_plain(name: str, policy: str, batch: str, layout: str) -> 
 @pytest.mark.parametrize("kernel", ["fused", "products", "split"])
 def test_every_bucket(smallest: int, kernel: Kernel) -> None:
     of = toy.target(architecture=toy.arch(dim=64), device="cuda")  # heads as wide as a matrix unit needs them
-    captured.check(of, GraphCache(smallest=smallest, kernel=kernel), "forced", "none", seeds=(3,), guidance=2.0)
+    captured.check(of, GraphCache(min_bucket=smallest, kernel=kernel), "forced", "none", seeds=(3,), guidance=2.0)
 
 
 def test_eight_pictures_at_once() -> None:
@@ -67,8 +68,8 @@ def test_other_architectures(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("seeds", [(3,), (3, 4, 5, 6)], ids=["one", "four"])
-def test_compiled_regions_equal_plain(seeds: tuple[int, ...]) -> None:
-    graphs = GraphCache(regions=compiled_regions())
+def test_compiled_layer_functions_equal_plain(seeds: tuple[int, ...]) -> None:
+    graphs = GraphCache(layer_functions=compiled_layer_functions())
     captured.check(toy.target(device="cuda"), graphs, "eagle-above", "chain:depth=3", seeds=seeds, guidance=2.0)
 
 
@@ -121,7 +122,7 @@ def test_memory_does_not_grow_over_50_pictures() -> None:
         torch.cuda.synchronize()
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert max(held[25:]) <= max(held[:25]), "what the first pictures needed is enough for all"
-    assert all(isinstance(passes, GraphRunner) for passes in graphs.kept.values())
+    assert all(isinstance(passes, GraphRunner) for passes in graphs.runners.values())
 
 
 def test_half_precision_draws() -> None:
@@ -139,7 +140,7 @@ def test_graphs_that_nobody_holds_do_not_spoil_a_capture() -> None:
     for _ in range(3):  # garbage in circles, of which graphs are a part
         old = GraphCache()
         toy.run(of, own, policies.build("chain"), graphs=old)
-        for passes in old.kept.values():
+        for passes in old.runners.values():
             passes.graphs.circle = passes  # type: ignore[attr-defined]
         del old, passes
     threshold = gc.get_threshold()

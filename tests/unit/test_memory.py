@@ -47,11 +47,11 @@ def test_what_does_not_fit_is_refused(share: float, monkeypatch: pytest.MonkeyPa
 
 
 def test_kept_buffers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    of, graphs = toy.target(), GraphCache(record=Tape, quantum=64)
+    of, graphs = toy.target(), GraphCache(capture=Tape, span_multiple=64)
     own, tree = toy.eagle(of), policies.build("none")
     toy.run(of, own, tree, graphs=graphs)
     plain = toy.plain(of)
-    monkeypatch.setattr(memory, "free", lambda device: 0 if graphs.kept else 2**40)
+    monkeypatch.setattr(memory, "free", lambda device: 0 if graphs.runners else 2**40)
     toy.run(of, own, tree, graphs=graphs, temperature=0.5)
-    assert len(graphs.kept) == 1
+    assert len(graphs.runners) == 1
     assert torch.equal(toy.run(of, own, tree, graphs=graphs)[0], plain)

@@ -17,8 +17,7 @@ from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.engine.autotune import FixedPlan
 from underdraw.engine.cuda_graphs import GraphCache
-from underdraw.engine.decode import decode
-from underdraw.history import History
+from underdraw.engine.decode import decode_tokens
 from underdraw.layout import Layout
 from underdraw.nn.target import DecoderTarget
 from underdraw.plan import MAX_NODES, TreePlan
@@ -91,14 +90,9 @@ def agreement(
         def draw(
             seed: int, drafter: Drafter, policy: TreePolicy, verifier: Verifier, graphs: GraphCache = graphs
         ) -> Tensor:
-            history = History(layout)
             sampler = Sampler(layout, (seed,), temperature=temperature, top_k=top_k, device=device)
-            for _ in decode(
-                target, drafter, policy, verifier, [prompts[seed]], sampler, guidance=guidance, histories=[history],
-                graphs=graphs,
-            ):  # fmt: skip
-                pass
-            return torch.from_numpy(history.tokens)
+            parts = target, drafter, policy, verifier, [prompts[seed]], sampler
+            return decode_tokens(*parts, guidance=guidance, graphs=graphs)[0]
 
         for seed in range(len(prompts)):
             plain = draw(seed, Forced(), NoTree(), Exact())

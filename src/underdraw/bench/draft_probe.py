@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from underdraw.drafters.network import NetworkDraftSession
-from underdraw.engine.decode import decode
+from underdraw.engine.decode import decode_tokens
 from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.pipeline import Pipeline
@@ -89,9 +89,7 @@ def can_probe(drafter: Drafter, pipe: Pipeline, job: GenerationRequest) -> bool:
 def probe(pipe: Pipeline, job: GenerationRequest, history: History, depth: int) -> Probe:
     """Ask the pipeline's drafter about a picture (one job of one prompt) that was drawn exactly."""
     asked = Probe(pipe.drafter, history, depth)
-    again = History(history.layout)
     prompts = [pipe.model.make_prompt(job.prompts[0], job.negative_prompts[0], job.size)]
     parts = pipe.model.target, asked, NoTree(), Exact(), prompts, pipe.sampler(job)
-    for _ in decode(*parts, guidance=job.guidance, histories=[again]):
-        pass
+    decode_tokens(*parts, guidance=job.guidance)
     return asked

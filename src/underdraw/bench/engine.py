@@ -24,9 +24,11 @@ from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.drafters.loading import build
 from underdraw.engine.autotune import FixedPlan
-from underdraw.engine.cuda_graphs import CudaGraphPass, EagerPass, GraphCache, GraphRunner, compiled_regions
-from underdraw.engine.decode import decode
-from underdraw.history import History, StepResult
+from underdraw.engine.compile import compiled_layer_functions
+from underdraw.engine.cuda_graphs import CudaGraphPass, EagerPass, GraphCache, GraphRunner
+from underdraw.engine.decode import collect_passes, decode
+from underdraw.engine.memory_stats import peak_bytes
+from underdraw.history import StepResult
 from underdraw.models.family import Placement
 from underdraw.models.random_weights import ModelShape, random_target, randomise, shape
 from underdraw.nn.attention import Kernel
@@ -79,26 +81,32 @@ class EngineBench:
         self.shape = shape(given.model)
         self.target = random_target(self.shape.arch, given.placement)
         record = CudaGraphPass if self.device.type == "cuda" and given.compile != "off" else EagerPass
-        regions = compiled_regions(tuned=given.tuned) if given.compile == "on" else PLAIN
-        self.graphs = GraphCache(record=record, regions=regions, tell=self.tell)
+        regions = compiled_layer_functions(tuned=given.tuned) if given.compile == "on" else PLAIN
+        self.graphs = GraphCache(capture=record, layer_functions=regions, report=self.tell)
         self.settle(given.kernel)
 
     def settle(self, kernel: Kernel) -> None:
         """Go on with one way to attend."""
         if kernel != "auto":
-            self.graphs = self.variant(self.graphs.regions, kernel)
+            self.graphs = self.variant(self.graphs.layer_functions, kernel)
 
     def variant(self, regions: LayerFunctions, kernel: Kernel, smallest: int = 1) -> GraphCache:
         """Passes in another way."""
-        return GraphCache(record=self.graphs.record, regions=regions, kernel=kernel, smallest=smallest, tell=self.tell)
+        return GraphCache(
+            capture=self.graphs.capture,
+            layer_functions=regions,
+            kernel=kernel,
+            min_bucket=smallest,
+            report=self.tell,
+        )
 
     def variants(self) -> dict[str, Any]:
         """A pass over one node and over 64 in every way there is; what a way runs into takes the place of its times."""
         kernels: tuple[Kernel, ...] = ("fused", "products", "split")
-        name = "captured" if self.graphs.record is CudaGraphPass else "as it is"
+        name = "captured" if self.graphs.capture is CudaGraphPass else "as it is"
         ways: dict[str, tuple[LayerFunctions, Kernel]] = {f"{name}, {kernel}": (PLAIN, kernel) for kernel in kernels}
-        if self.graphs.regions is not PLAIN:
-            ways = {f"compiled, {kernel}": (self.graphs.regions, kernel) for kernel in kernels}
+        if self.graphs.layer_functions is not PLAIN:
+            ways = {f"compiled, {kernel}": (self.graphs.layer_functions, kernel) for kernel in kernels}
             ways = {"captured, fused": (PLAIN, "fused"), **ways}
         found: dict[str, Any] = {}
         for name, (regions, kernel) in ways.items():
@@ -128,18 +136,12 @@ class EngineBench:
         sampler = Sampler(
             own.layout, range(given.batch), temperature=given.temperature, top_k=own.top_k, device=self.device
         )  # fmt: skip
-        steps = []
-        for step in decode(
+        steps = decode(
             self.target, drafter, policy, verifier or Exact(),
             own.prompts(given.batch, 0 if passes is None else CONTEXT), sampler,
-            guidance=own.guidance, histories=[History(own.layout) for _ in range(given.batch)],
-            graphs=graphs or self.graphs,
-        ):  # fmt: skip
-            if step.sequence == 0:
-                steps.append(step)
-                if len(steps) == passes:
-                    break
-        return steps
+            guidance=own.guidance, graphs=graphs or self.graphs,
+        )  # fmt: skip
+        return collect_passes(steps, passes)
 
     def pass_ms(self, drafter: Drafter, policy: TreePolicy, graphs: GraphCache | None = None) -> float:
         """Milliseconds of a pass of one kind: the median of some."""
@@ -179,9 +181,9 @@ class EngineBench:
 
     def _runs(self, graphs: GraphCache) -> list[Callable[[], None]]:
         """The captured passes of the last picture, to be replayed when nothing depends on them any more."""
-        passes = list(graphs.kept.values())[-1]
+        passes = list(graphs.runners.values())[-1]
         assert isinstance(passes, GraphRunner)
-        return [run.replay for run in passes.runs.values() if isinstance(run, CudaGraphPass)]
+        return [run.replay for run in passes.passes.values() if isinstance(run, CudaGraphPass)]
 
     def _host_share(self) -> dict[str, float | None]:
         """What the host adds to passes after a long prompt: beside them the same ones by the device's own clock."""
@@ -195,7 +197,7 @@ class EngineBench:
     def profile(self, size: int) -> list[dict[str, Any]]:
         """Where the device's time goes in a captured pass over so many nodes: kernels by name, the longest first."""
         self.tell(f"kernels of a pass over {size} nodes")
-        graphs = self.graphs.padded(size)
+        graphs = self.graphs.with_min_bucket(size)
         self.draw(Forced(), NoTree(), graphs=graphs, passes=WARM)
         runs = self._runs(graphs)
         if not runs:
@@ -221,14 +223,14 @@ class EngineBench:
         found = {}
         for size in self.settings.sizes:
             self.tell(f"a pass over {size} nodes")
-            found[str(size)] = self.pass_ms(Forced(), NoTree(), self.graphs.padded(size))
+            found[str(size)] = self.pass_ms(Forced(), NoTree(), self.graphs.with_min_bucket(size))
         return found
 
     def levels(self) -> dict[str, Any]:
         """What one more level of a drafter costs, by how many nodes it expands: differences of passes of one size."""
         found: dict[str, Any] = {}
         for kind in self.settings.drafters:
-            drafter, graphs = self.drafter(kind), self.graphs.padded(32)
+            drafter, graphs = self.drafter(kind), self.graphs.with_min_bucket(32)
             found[kind] = {}
             for width in (1, 8, 16):
                 self.tell(f"levels of {width} nodes, {kind}")
@@ -249,10 +251,10 @@ class EngineBench:
             steps = self.draw(drafter, Replan(trace), verifier=verifier)
             seconds.append(sum(step.seconds for step in steps))
         tokens = sum(len(step.tokens) for step in steps)
-        passes = list(self.graphs.kept.values())[-1]
+        passes = list(self.graphs.runners.values())[-1]
         return {
             "drafter": kind, "ms_per_token": 1000 * min(seconds[1:]) / tokens, "tokens_per_pass": tokens / len(steps),
-            "first_picture_seconds": seconds[0], "kinds": len(passes.runs), "trace": trace.about, "note": FORCED,
+            "first_picture_seconds": seconds[0], "kinds": len(passes.passes), "trace": trace.about, "note": FORCED,
         }  # fmt: skip
 
 
@@ -347,7 +349,7 @@ def measure(
     keep(record)
     record["level_ms"] = bench.levels()
     if device.type == "cuda":
-        record["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        record["peak_bytes"] = peak_bytes(device)
     keep(record)
     if baseline:
         from underdraw.bench.transformers_baseline import transformers_ms

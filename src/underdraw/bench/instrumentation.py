@@ -1,4 +1,4 @@
-"""Watching a decode from outside: the time that its drafter takes, and the most memory that it held.
+"""Watching a decode from outside: the time that its drafter takes.
 
 The drafter is wrapped, the loop is not touched: the same calls with the same arguments in the same order.
 """
@@ -6,11 +6,9 @@ The drafter is wrapped, the loop is not touched: the same calls with the same ar
 from __future__ import annotations
 
 import inspect
-import sys
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +26,6 @@ from underdraw.protocols import (
     VerifiedStep,
 )
 from underdraw.tree import DraftTree
-
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Clock:
@@ -122,32 +118,3 @@ class TimedLasting(CapturableDraft):
     def sync(self, counts: tuple[int, ...]) -> None:
         self.clock.lap()
         self.session.sync(counts)
-
-
-class Memory:
-    """The most memory that was held since it was made, in bytes.
-
-    On a GPU it is the device's, on Linux the process's own, both from now on. Elsewhere only the most since the process
-    began is known.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            return
-        with suppress(OSError):
-            _RESET.write_text("5")  # the kernel forgets the high-water mark
-
-    @property
-    def peak(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        try:
-            lines = _STATUS.read_text(encoding="utf-8").splitlines()
-            return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
-        except (OSError, StopIteration):
-            import resource  # not on every system
-
-            scale = 1 if sys.platform == "darwin" else 1024
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from underdraw.bench.cost_fit import kind, measured
 from underdraw.bench.environment import about
-from underdraw.bench.instrumentation import Clock, Memory, Timed
+from underdraw.bench.instrumentation import Clock, Timed
 from underdraw.bench.methods import AR, PLAIN, Method, check_names
 from underdraw.bench.results import Key, Store, picture_name
-from underdraw.engine.decode import TokenStatsMode, check
+from underdraw.engine.decode import TokenStatsMode, resolve_proposal
+from underdraw.engine.memory_stats import peak_bytes, reset_peak_bytes
 from underdraw.errors import ConfigError
 from underdraw.history import History
 from underdraw.images import save_png
@@ -97,13 +98,14 @@ class Bench:
         }  # fmt: skip
         for own in self.pipes.values():
             if own.graphs is not None:  # every method comes back to its own buffers and captured passes
-                own.graphs.most = 2 * len(methods) * len(plan.temperatures)
+                own.graphs.max_runners = 2 * len(methods) * len(plan.temperatures)
         for text in plan.prompts:
             pipe.model.check_prompt(text)
         for method in methods:
             for temperature in plan.temperatures:
                 self._ready(method)
-                self._check(method, self._job(method, Key(method.name, temperature, 0, 0)))
+                self._job(method, Key(method.name, temperature, 0, 0))
+                self._check(method)
 
     def _verifier(self, method: Method) -> Any:
         pipe = self.pipes[method.drafter]
@@ -116,17 +118,11 @@ class Bench:
         pipe.tree, pipe.verifier, pipe.proposal = method.tree, self.verifiers[method.verifier], method.proposal
         return pipe
 
-    def _check(self, method: Method, job: GenerationRequest) -> None:
+    def _check(self, method: Method) -> None:
         pipe = self.pipes[method.drafter]
         proposal: Any = None if method.proposal == "auto" else method.proposal
         try:
-            check(
-                pipe.verifier,
-                proposal,
-                [pipe.model.make_prompt(job.prompts[0], None, job.size)],
-                pipe.sampler(job),
-                1.0,
-            )
+            resolve_proposal(pipe.verifier, proposal)
         except ConfigError as error:
             raise ConfigError(f"method {method.name!r}: {error}") from None
 
@@ -140,7 +136,7 @@ class Bench:
         job, timed = self._job(method, key), self.timed[method.drafter]
         history, timed.clock.seconds = History(pipe.model.make_layout(job.size)), 0.0
         steps = pipe.stream(job, [history], token_stats, timed)
-        memory = Memory(pipe.device)
+        reset_peak_bytes(pipe.device)
         plans, spent = [], []
         opened = 0.0
         began = time.perf_counter()
@@ -157,7 +153,8 @@ class Bench:
             plans = [plan.with_fixed_shape() for plan in plans]  # as they are grown
         trees = [plan for plan in plans if plan.levels]
         return Drawn(
-            history, seconds, opened, timed.clock.seconds, memory.peak, len(trees), sum(plan.nodes for plan in trees),
+            history, seconds, opened, timed.clock.seconds, peak_bytes(pipe.device), len(trees),
+            sum(plan.nodes for plan in trees),
             sum(plan.levels for plan in trees), sum(plan.expanded for plan in trees), stalled(spent),
         )  # fmt: skip
 
@@ -204,9 +201,9 @@ class Bench:
             self.draw(method, Key(method.name, temperature, 0, 0), passes=WARM)
             return
         for count in range(_ROUNDS):
-            before = graphs.kinds
+            before = graphs.pass_counts
             self.draw(method, Key(method.name, temperature, count % len(self.plan.prompts), 0))
-            if graphs.kinds == before:
+            if graphs.pass_counts == before:
                 break
 
     def run(self, store: Store, noted: Noted) -> int:

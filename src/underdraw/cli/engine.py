@@ -99,7 +99,7 @@ def engine(
 
     place = resolve_placement(device, dtype)
     graphs = make_graph_cache(place.device, compile)
-    mode: Any = "off" if graphs is None else "capture" if graphs.regions is PLAIN else "on"
+    mode: Any = "off" if graphs is None else "capture" if graphs.layer_functions is PLAIN else "on"
     if tune and mode != "on":
         raise ConfigError("--tune is about compiled passes and these are not compiled; leave it out, or --compile on.")
     settings = EngineBenchConfig(

@@ -160,6 +160,6 @@ def load_pipeline(
         )
         seconds = time.perf_counter() - start
     if pipe.graphs is not None:
-        pipe.graphs.tell = console.print
+        pipe.graphs.report = console.print
     pipe.set_progress_bar_config(disable=True)  # commands show a bar of their own
     return pipe, seconds

@@ -8,7 +8,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -103,36 +102,24 @@ def median_pass_ms(steps: Sequence[StepResult]) -> float:
 
 def peak_device_bytes(pipe: Pipeline) -> int | None:
     """The peak of torch's allocations on the pipeline's GPU; None on a CPU."""
-    import torch
+    from underdraw.engine.memory_stats import peak_bytes
 
-    return torch.cuda.max_memory_allocated(pipe.device) if pipe.device.type == "cuda" else None
+    return peak_bytes(pipe.device) if pipe.device.type == "cuda" else None
 
 
 def load_record(pipe: Pipeline, seconds: float) -> dict[str, Any]:
     """Seconds and bytes of loading; the peak of host memory counts memory-mapped files, `own_host_bytes` does not."""
-    import torch
+    from underdraw.engine.memory_stats import process_bytes
 
-    model = pipe.model
-    parts = (model.target.net, model.target.projection, model.image_tokenizer, getattr(pipe.drafter, "net", None))
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for part in parts
-        if isinstance(part, torch.nn.Module)
-        for tensor in (*part.parameters(), *part.buffers())
+        for module in pipe.components.values()
+        for tensor in (*module.parameters(), *module.buffers())
     }
     return {
         "seconds": round(seconds, 3),
         "weight_bytes": sum(storages.values()),
         "peak_device_bytes": peak_device_bytes(pipe),
-        "peak_host_bytes": _process_status("VmHWM"),
-        "own_host_bytes": _process_status("RssAnon"),
+        "peak_host_bytes": process_bytes("VmHWM"),
+        "own_host_bytes": process_bytes("RssAnon"),
     }
-
-
-def _process_status(name: str) -> int | None:
-    """A value of /proc/self/status in bytes; None where there is no such file."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)

@@ -92,7 +92,7 @@ class Workload:
     def name(self) -> str:
         """The key as text, with the machine and the library versions that costs depend on."""
         graphs = self.graphs
-        mode = "eager" if graphs is None else "captured" if graphs.regions is PLAIN else "compiled"
+        mode = "eager" if graphs is None else "captured" if graphs.layer_functions is PLAIN else "compiled"
         parts = (*self.key, mode, device_name(), f"{torch.get_num_threads()} threads", f"torch {torch.__version__}")
         return " | ".join(map(str, parts))
 
@@ -158,8 +158,8 @@ def measure(workload: Workload) -> PassCosts:
     costs = PassCosts(round(plain, 3), round(base, 3), round(node, 3), round(level, 3))
     if graphs is None:
         return costs
-    curve = [(1, plain), *((size, pass_ms(Forced(), NoTree(), graphs.padded(size))) for size in _BUCKETS)]
-    levels, padded = [], graphs.padded(32)
+    curve = [(1, plain), *((size, pass_ms(Forced(), NoTree(), graphs.with_min_bucket(size))) for size in _BUCKETS)]
+    levels, padded = [], graphs.with_min_bucket(32)
     for width in _WIDTHS:
         # Both passes have the same bucket, so their difference is six more levels of drafting.
         low, high = (pass_ms(drafter, FixedPlan(TreePlan(depth, width, min(width, 4), 32)), padded) for depth in (2, 8))

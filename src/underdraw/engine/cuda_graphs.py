@@ -1,9 +1,9 @@
-"""Passes that are captured once and replayed: on a GPU a step is then one launch instead of thousands.
+"""CUDA graphs: a pass of many kernels becomes one launch.
 
-A pass of one kind runs as it is when it is first met (this is when regions are compiled), is captured when it is met
-again, and is replayed from then on. Its kind is the plan, rounded up to one of few, the number of nodes that it is
-padded to, and the cache slots that it looks at; what differs inside a kind (how deep a tree may go, how far each image
-is) lies on the device. Buffers and captured passes are kept between pictures. Nothing about decoding is written here.
+The first pass of a bucket runs eagerly (which compiles its layer functions), the second is captured as a CUDA graph,
+later ones are replayed. Passes share a graph if they have the same bucketed plan, the same number of nodes after
+padding and read the same span of the KV caches. What differs between them, such as the depth of each tree and the
+length of each image, is read from device tensors. Buffers and graphs are kept for the next images.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ import gc
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
+from underdraw.engine.compile import compiled_layer_functions
 from underdraw.engine.step import AcceptedTokens, StepRunner, TokenStatsMode, grown_plans, unpack_from_host
 from underdraw.errors import CapacityError, ConfigError, unknown
-from underdraw.nn.attention import Kernel, triton_available
-from underdraw.nn.layer_functions import PLAIN, LayerFunctions, joined
-from underdraw.nn.row_invariant import chunk, fewest, multiple
+from underdraw.nn.attention import Kernel
+from underdraw.nn.layer_functions import PLAIN, LayerFunctions
 from underdraw.nn.target import DecoderSession
-from underdraw.nn.transformer import DecoderLayer
 from underdraw.plan import TreePlan, bucket_size
 from underdraw.protocols import CapturableDraft, Drafter, PassConfig, Prompt, Target, Verifier
 from underdraw.sampling import NoiseStream, Sampler
@@ -34,14 +32,13 @@ from underdraw.tree import DraftTree, Proposal, TreeLimits, covering_plan
 
 log = logging.getLogger(__name__)
 Compile = Literal["auto", "on", "capture", "off"]
-KEPT = 2  # sets of buffers that are kept for the next picture, where nobody asks for more
-_WHOLE = 2**20  # slots, more than any cache has
-_SMALL, _SPAN = 1024, 256  # slots of a cache that is always looked at as a whole; what larger ones are looked at in
-_COMPILED = 64  # shapes of one region before torch gives up compiling
+MAX_RUNNERS = 2  # sets of buffers that are kept for later images
+_SMALL_CACHE, _SPAN_MULTIPLE = 1024, 256  # slots: caches up to the first are read as a whole, larger ones in multiples
+_WHOLE_CACHE = 2**20  # slots, more than any cache has
 
 
 class CapturedPass(Protocol):
-    """Work that was captured, and done once."""
+    """A pass that was captured and has run once."""
 
     out: Tensor
 
@@ -52,21 +49,22 @@ CaptureFn = Callable[[Callable[[], Tensor]], CapturedPass]
 
 
 class CudaGraphPass:
-    """One captured pass on a CUDA device. All share one pool of memory, since no two are ever in flight."""
+    """A pass captured as a CUDA graph. All graphs share one memory pool, since no two run at the same time."""
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
         self.graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
-        pool, stream = _anchor(device).pool(), _stream(device)
-        with _uncollected(), torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        pool, stream = _pool_owner(device).pool(), _capture_stream(device)
+        capture = torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        with _no_garbage_collection(), capture:
             self.out = work()
-        self.graph.replay()  # capturing has recorded the work and done none of it
+        self.graph.replay()  # a capture only records
 
     def replay(self) -> None:
         self.graph.replay()
 
 
 class EagerPass:
-    """Work that is done again instead of being replayed: the same passes where nothing can be captured."""
+    """A pass that runs eagerly instead of being replayed: the same code path on devices without CUDA graphs."""
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
         self.work, self.out = work, work()
@@ -76,217 +74,223 @@ class EagerPass:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile: an old graph that is freed inside a capture spoils it."""
-    collecting = gc.isenabled()
+def _no_garbage_collection() -> Iterator[None]:
+    """Freeing another graph during a capture would invalidate the capture."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collecting:
+        if was_enabled:
             gc.enable()
 
 
 @functools.cache
-def _stream(device: int) -> torch.cuda.Stream:
-    """Where captures of a device happen: torch's own stream for them belongs to the first device that captured."""
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream for captures on a device; torch's default one belongs to the first device that captured."""
     return torch.cuda.Stream(device)
 
 
 @functools.cache
-def _anchor(device: int) -> torch.cuda.CUDAGraph:
-    """A graph of next to nothing whose pool all others share: torch gives up a pool that no graph uses any more."""
-    anchor, something = torch.cuda.CUDAGraph(), torch.zeros(1, device=f"cuda:{device}")
-    with torch.cuda.graph(anchor, stream=_stream(device)):
-        something.zero_()
-    return anchor
-
-
-@functools.cache
-def compiled_regions(backend: str = "inductor", *, tuned: bool = False) -> LayerFunctions:
-    """What lies between attentions, compiled for any number of nodes; all layers share it. Few nodes have kernels.
-
-    torch caches them on disk. `tuned` also tries kernels for the matrix products, which takes minutes.
-    """
-    import torch._dynamo
-
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILED)
-    for found_out in (chunk, fewest, multiple):  # not where they are written: that would take a second of every start
-        torch.compiler.assume_constant_result(found_out)
-    mode = "max-autotune-no-cudagraphs" if tuned else None
-
-    def compiled(region: Any) -> Any:
-        return torch.compile(region, fullgraph=True, backend=backend, mode=mode)
-
-    leave, seen = map(compiled, (PLAIN.leave, PLAIN.seen))
-    if backend != "inductor" or not triton_available(torch.device("cuda")):
-        return LayerFunctions(compiled(PLAIN.enter), compiled(PLAIN.between), leave, seen)
-    from underdraw.kernels import fused_layer as slim
-
-    return replace(
-        slim.placing(compiled(DecoderLayer.heads), compiled(joined)), leave=leave, seen=seen, few=slim.REGIONS
-    )
+def _pool_owner(device: int) -> torch.cuda.CUDAGraph:
+    """A trivial graph that lives forever, so that torch does not free the memory pool that all graphs share."""
+    graph, tensor = torch.cuda.CUDAGraph(), torch.zeros(1, device=f"cuda:{device}")
+    with torch.cuda.graph(graph, stream=_capture_stream(device)):
+        tensor.zero_()
+    return graph
 
 
 class GraphCache:
-    """Captured passes of one model and what they need, kept between pictures.
+    """GraphRunners of one model, kept for later images with the same parts and settings.
 
-    `smallest` is the least number of nodes of a pass: plain decoding through the shapes of trees rounds as trees do.
+    `capture` records a pass, `min_bucket` is the smallest number of nodes of a pass (plain decoding in the bucket of
+    trees rounds as trees do), and `report` receives a line for every bucket that is compiled.
     """
 
     def __init__(
         self,
         *,
-        record: CaptureFn = CudaGraphPass,
-        regions: LayerFunctions = PLAIN,
+        capture: CaptureFn = CudaGraphPass,
+        layer_functions: LayerFunctions = PLAIN,
         kernel: Kernel = "auto",
-        smallest: int = 1,
-        quantum: int | None = None,
-        tell: Callable[[str], None] = log.info,
+        min_bucket: int = 1,
+        span_multiple: int | None = None,
+        report: Callable[[str], None] = log.info,
     ) -> None:
-        self.record, self.regions, self.kernel, self.smallest = record, regions, kernel, smallest
-        self.quantum, self.tell = quantum, tell
-        self.most = KEPT
-        self.kept: dict[Hashable, GraphRunner] = {}
-        self.told: set[int] = set()  # sizes that were announced
+        self.capture, self.layer_functions, self.kernel = capture, layer_functions, kernel
+        self.min_bucket, self.span_multiple, self.report = min_bucket, span_multiple, report
+        self.max_runners = MAX_RUNNERS
+        self.runners: dict[Hashable, GraphRunner] = {}  # least recently used first
+        self._reported_buckets: set[int] = set()
+        self._warned_types: set[type] = set()
 
-    def padded(self, smallest: int) -> GraphCache:
-        """The same for passes of at least so many nodes."""
+    def with_min_bucket(self, min_bucket: int) -> GraphCache:
+        """An empty cache with the same settings for passes of at least `min_bucket` nodes."""
         return GraphCache(
-            record=self.record, regions=self.regions, kernel=self.kernel, smallest=smallest, quantum=self.quantum,
-            tell=self.tell,
-        )  # fmt: skip
+            capture=self.capture,
+            layer_functions=self.layer_functions,
+            kernel=self.kernel,
+            min_bucket=min_bucket,
+            span_multiple=self.span_multiple,
+            report=self.report,
+        )
 
     @property
-    def kinds(self) -> tuple[int, int]:
-        """How many kinds of passes were met by what is kept, and how many of them are captured."""
-        runs = [run for passes in self.kept.values() for run in passes.runs.values()]
-        return len(runs), sum(run is not None for run in runs)
+    def pass_counts(self) -> tuple[int, int]:
+        """The number of different passes that have run, and how many of them are captured."""
+        passes = [captured for runner in self.runners.values() for captured in runner.passes.values()]
+        return len(passes), sum(captured is not None for captured in passes)
 
-    def announce(self, size: int) -> None:
-        """Say that a size of passes is compiled, once."""
-        if self.regions is not PLAIN and size not in self.told:
-            self.told.add(size)
-            self.tell(f"compiling passes of {size} nodes")
+    def report_compile(self, bucket: int) -> None:
+        """Report once that the passes of a bucket are compiled now."""
+        if self.layer_functions is not PLAIN and bucket not in self._reported_buckets:
+            self._reported_buckets.add(bucket)
+            self.report(f"compiling passes of {bucket} nodes")
 
     def open(
-        self, target: Target, drafter: Drafter, verifier: Verifier, prompts: Sequence[Prompt], sampler: Sampler,
-        guidance: float, proposal: Proposal, token_stats: TokenStatsMode,
-    ) -> StepRunner:  # fmt: skip
-        """The passes of a decode, captured if both sessions allow it, in the buffers of an earlier one if they fit."""
+        self,
+        target: Target,
+        drafter: Drafter,
+        verifier: Verifier,
+        prompts: Sequence[Prompt],
+        sampler: Sampler,
+        guidance: float,
+        proposal: Proposal,
+        token_stats: TokenStatsMode,
+    ) -> StepRunner:
+        """The runner of a decode: a kept one if its buffers fit, else a new one, eager if it cannot be captured."""
         settings = (sampler.temperature, sampler.top_k, sampler.top_p, guidance, proposal, token_stats)
         key = (target, drafter, verifier, sampler.layout, len(prompts), *settings)
-        old = self.kept.pop(key, None)
-        if old is not None and old.restart(prompts, sampler):
-            self.kept[key] = old
-            return old
-        while len(self.kept) >= self.most:
-            del self.kept[next(iter(self.kept))]  # the one that was not used for the longest time
+        runner = self.runners.pop(key, None)
+        if runner is not None and runner.restart(prompts, sampler):
+            self.runners[key] = runner
+            return runner
+        while len(self.runners) >= self.max_runners:
+            del self.runners[next(iter(self.runners))]
         try:
             session = target.open(prompts, sampler.layout, guidance=guidance)
         except CapacityError:
-            self.kept.clear()  # what was kept for later takes room that is needed now
+            self.runners.clear()  # free the buffers of earlier decodes and try again
             session = target.open(prompts, sampler.layout, guidance=guidance)
         draft = drafter.open(prompts, sampler.layout, session.prefill, guidance=guidance)
         if not isinstance(session, DecoderSession) or not isinstance(draft, CapturableDraft):
+            self._warn_eager(drafter if isinstance(session, DecoderSession) else target)
             return StepRunner(session, draft, verifier, sampler, proposal, token_stats)
-        self.kept[key] = GraphRunner(self, session, draft, verifier, sampler.copy(), proposal, token_stats)
-        return self.kept[key]
+        self.runners[key] = GraphRunner(self, session, draft, verifier, sampler.copy(), proposal, token_stats)
+        return self.runners[key]
+
+    def _warn_eager(self, part: Target | Drafter) -> None:
+        """Say once per type why passes run without CUDA graphs."""
+        if type(part) not in self._warned_types:
+            self._warned_types.add(type(part))
+            log.warning(
+                "passes with %s run eagerly, without CUDA graphs, which makes them several times slower on a GPU: its "
+                "session does not have the methods of a capturable session (prepare, sync and restart).",
+                type(part).__name__,
+            )
 
 
 class GraphRunner(StepRunner):
-    """Passes over buffers that stay, each kind captured when it is met for the second time."""
+    """Runs passes in fixed buffers: each different pass eagerly first, then captured, then replayed."""
 
     def __init__(
-        self, graphs: GraphCache, session: DecoderSession, draft: CapturableDraft, verifier: Verifier, sampler: Sampler,
-        proposal: Proposal, token_stats: TokenStatsMode,
-    ) -> None:  # fmt: skip
+        self,
+        graphs: GraphCache,
+        session: DecoderSession,
+        draft: CapturableDraft,
+        verifier: Verifier,
+        sampler: Sampler,
+        proposal: Proposal,
+        token_stats: TokenStatsMode,
+    ) -> None:
         super().__init__(session, draft, verifier, sampler, proposal, token_stats)
         self.graphs, self.target, self.draft_session = graphs, session, draft
-        self.streams: tuple[NoiseStream, ...] = (
+        self.noise_streams: tuple[NoiseStream, ...] = (
             ("target", "draft", "accept") if proposal == "sampled" else ("target", "accept")
         )
-        sampler.precompute_noise(sampler.seeds, self.streams)
-        self.quantum = graphs.quantum or (_SPAN if session.cache.capacity > _SMALL else _WHOLE)
-        self.runs: dict[Hashable, CapturedPass | None] = {}  # None: met once
-        self.tree: DraftTree | None = None  # of the last pass, if its size was found out on the way
+        sampler.precompute_noise(sampler.seeds, self.noise_streams)
+        default_multiple = _SPAN_MULTIPLE if session.cache.capacity > _SMALL_CACHE else _WHOLE_CACHE
+        self.span_multiple = graphs.span_multiple or default_multiple
+        self.passes: dict[Hashable, CapturedPass | None] = {}  # None: has run eagerly once
+        self._grown_tree: DraftTree | None = None  # of the last pass, if its size depends on `min_probability`
         device = self.steps.device
-        self.limits = torch.zeros(4, len(sampler), dtype=torch.int64, device=device)
-        self.host_limits = torch.zeros(4, len(sampler), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._limits = torch.zeros(4, len(sampler), dtype=torch.int64, device=device)
+        self._host_limits = torch.zeros(4, len(sampler), dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def restart(self, prompts: Sequence[Prompt], sampler: Sampler) -> bool:
-        """Start with new prompts and seeds in the same buffers; False if they do not fit."""
+        """Start new images in the same buffers; False if they do not fit."""
         if not self.target.restart(prompts) or not self.draft_session.restart(prompts, self.session.prefill):
             return False
-        self.sampler.precompute_noise(sampler.seeds, self.streams)
+        self.sampler.precompute_noise(sampler.seeds, self.noise_streams)
         return True
 
-    def step(self, wanted: Sequence[TreePlan], places: Sequence[int]) -> tuple[list[TreePlan], list[AcceptedTokens]]:
-        stop = self.sampler.layout.stop
-        live = [place < stop - 1 for place in places]
-        plans = self.truncate_plans(wanted, places)
-        min_probability = any(plan.min_probability for plan in plans)
-        if (
-            self.proposal == "sampled" or min_probability
-        ):  # a shape is settled before it is drawn, so it cannot be cut later
-            plan = covering_plan([p for p, alive in zip(plans, live, strict=True) if alive])
+    def step(
+        self, requested_plans: Sequence[TreePlan], root_steps: Sequence[int]
+    ) -> tuple[list[TreePlan], list[AcceptedTokens]]:
+        active = self.active_images(root_steps)
+        plans = self.truncate_plans(requested_plans, root_steps)
+        has_min_probability = any(plan.min_probability for plan in plans)
+        if self.proposal == "sampled" or has_min_probability:
+            # The shape of a sampled tree is fixed before its tokens are drawn, so limits cannot cut it afterwards.
+            plan = covering_plan([p for p, is_active in zip(plans, active, strict=True) if is_active])
         else:
-            plan = covering_plan([p for p, alive in zip(wanted, live, strict=True) if alive]).bucketed()
-        size = bucket_size(max(plan.nodes, self.graphs.smallest))
-        own = self.graphs
-        config = PassConfig(plan, size, self.proposal, self.quantum, own.regions, own.kernel)
-        limits = self._limited(plans) if plan.depth else None
-        kind = (self.target.prepare(config), self.draft_session.prepare(config))
-        free = (
-            min_probability or None in kind
-        )  # with a min_probability, the size of a tree depends on what the device finds
-        news = unpack_from_host(
-            self._run(config, limits, None if free else (plan, size, *kind)).tolist(), self.token_stats
+            plan = covering_plan([p for p, is_active in zip(requested_plans, active, strict=True) if is_active])
+            plan = plan.bucketed()
+        bucket = bucket_size(max(plan.nodes, self.graphs.min_bucket))
+        config = PassConfig(
+            plan, bucket, self.proposal, self.span_multiple, self.graphs.layer_functions, self.graphs.kernel
         )
-        if self.tree is not None:
-            plans = grown_plans(self.tree, plans)
-        counts = tuple(len(new.tokens) if alive else 0 for new, alive in zip(news, live, strict=True))
+        limits = self._copy_limits(plans) if plan.depth else None
+        session_keys = (self.target.prepare(config), self.draft_session.prepare(config))
+        # With a min_probability the size of the tree depends on values on the device.
+        can_capture = not has_min_probability and None not in session_keys
+        packed = self._run(config, limits, (plan, bucket, *session_keys) if can_capture else None)
+        accepted = unpack_from_host(packed.tolist(), self.token_stats)
+        if self._grown_tree is not None:
+            plans = grown_plans(self._grown_tree, plans)
+        counts = tuple(len(a.tokens) if is_active else 0 for a, is_active in zip(accepted, active, strict=True))
         self.target.sync(counts)
         self.draft_session.sync(counts)
-        return plans, news
+        return plans, accepted
 
     def advance_roots(self, root: Tensor, counts: Tensor) -> None:
         self.root.copy_(root)
         self.steps.add_(counts)
 
-    def _limited(self, plans: Sequence[TreePlan]) -> TreeLimits:
-        """What each tree may use of the plan they share, copied to the device without waiting for it."""
-        self.host_limits.copy_(torch.tensor([[p.depth, p.width, p.branch, p.nodes] for p in plans]).T)
-        self.limits.copy_(self.host_limits, non_blocking=True)
-        return TreeLimits(*self.limits)
+    def _copy_limits(self, plans: Sequence[TreePlan]) -> TreeLimits:
+        """The limits of each tree inside the covering plan, copied to the device without waiting for it."""
+        self._host_limits.copy_(torch.tensor([[p.depth, p.width, p.branch, p.nodes] for p in plans]).T)
+        self._limits.copy_(self._host_limits, non_blocking=True)
+        return TreeLimits(*self._limits)
 
-    def _run(self, config: PassConfig, limits: TreeLimits | None, kind: Hashable | None) -> Tensor:
-        """Make a pass: as it is, captured, or replayed."""
+    def _run(self, config: PassConfig, limits: TreeLimits | None, key: Hashable | None) -> Tensor:
+        """Run a pass eagerly, capture it or replay it; returns the packed result. Without a key it stays eager."""
 
         def work() -> Tensor:
             noise_window = self.sampler.noise_window(self.steps, config.plan.depth + 1)
-            judged = self.draft_and_verify(config.plan, limits, noise_window, config.bucket_size)
-            self.tree = judged.tree if config.plan.min_probability else None
-            self.commit(judged, ())
-            return judged.packed
+            verified = self.draft_and_verify(config.plan, limits, noise_window, config.bucket_size)
+            packed = self.pack_for_host(verified, config.plan.depth)
+            self._grown_tree = verified.tree if config.plan.min_probability else None
+            self.commit(verified)
+            return packed
 
-        if kind is None:
+        if key is None:
             return work()
-        if kind not in self.runs:
-            self.runs[kind] = None
-            self.graphs.announce(config.bucket_size)
+        if key not in self.passes:
+            self.passes[key] = None
+            self.graphs.report_compile(config.bucket_size)
             return work()
-        run = self.runs[kind]
-        if run is None:
+        captured = self.passes[key]
+        if captured is None:
             with torch.cuda.device_of(self.steps):  # a capture belongs to the current device
-                run = self.runs[kind] = self.graphs.record(work)
+                captured = self.passes[key] = self.graphs.capture(work)
         else:
-            run.replay()
-        return run.out
+            captured.replay()
+        return captured.out
 
 
 def make_graph_cache(device: torch.device, compile: Compile) -> GraphCache | None:
-    """How passes run on a device; None is as they are. "auto" captures on a GPU, and compiles where it can."""
+    """The graph cache of a device; None runs passes eagerly. "auto" captures on a GPU, and compiles if it can."""
     if compile not in get_args(Compile):
         raise unknown("compile", compile, get_args(Compile))
     if compile == "off" or (device.type != "cuda" and compile == "auto"):
@@ -296,7 +300,7 @@ def make_graph_cache(device: torch.device, compile: Compile) -> GraphCache | Non
     if compile == "capture":
         return GraphCache()
     if find_spec("triton") is not None:
-        return GraphCache(regions=compiled_regions())
+        return GraphCache(layer_functions=compiled_layer_functions())
     if compile == "on":
         raise ConfigError("compile 'on' needs the package triton, which is not installed; use auto, capture or off.")
     return GraphCache()

@@ -1,8 +1,8 @@
-"""The decoding loop: draft a tree, check it in one target pass, keep the path that the target agrees with.
+"""The decoding loop: draft a tree, verify it in one target forward, commit the accepted path, repeat.
 
 The same loop runs plain autoregression (policy `none`), every drafter, every policy and every verifier. One small
-tensor a pass travels from the device to the host: how much was accepted, the new tokens and, if asked for, how sure the
-target was of them.
+tensor per pass is copied from the device to the host: how many tokens were accepted, the new tokens and, if asked for,
+their token stats.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from underdraw.engine.cuda_graphs import GraphCache
-from underdraw.engine.step import REST, StepRunner
+from underdraw.engine.step import IDLE_PLAN, StepRunner
 from underdraw.engine.step import TokenStatsMode as TokenStatsMode
 from underdraw.errors import ConfigError
 from underdraw.history import History, StepResult, TokenStats
@@ -37,47 +39,56 @@ def decode(
     token_stats: TokenStatsMode = "skip",
     graphs: GraphCache | None = None,
 ) -> Iterator[StepResult]:
-    """Yield one Step for every image of every target pass, until all images are complete.
+    """Yield a StepResult for every image of every target pass, until all images are complete.
 
-    The images' tokens and records are in `histories`, one per prompt, which the caller may pass in to keep. With
-    `graphs`, passes are captured and replayed where they can be.
+    Tokens are recorded in `histories`, one per prompt, which the caller may pass in. With `graphs`, passes are captured
+    as CUDA graphs and replayed where possible.
     """
-    proposal = check(verifier, proposal, prompts, sampler, guidance)
+    if len(prompts) != len(sampler):
+        raise ConfigError(f"{len(prompts)} prompts came with {len(sampler)} seeds; pass one seed per prompt.")
+    check_guidance(guidance)
+    proposal = resolve_proposal(verifier, proposal)
     layout = sampler.layout
-    histories = fresh(histories, len(prompts), sampler)
+    histories = [History(layout) for _ in prompts] if histories is None else histories
+    _check_histories(histories, len(prompts), sampler)
     if graphs is None:
         session = target.open(prompts, layout, guidance=guidance)
         draft = drafter.open(prompts, layout, session.prefill, guidance=guidance)
-        passes = StepRunner(session, draft, verifier, sampler, proposal, token_stats)
+        runner = StepRunner(session, draft, verifier, sampler, proposal, token_stats)
     else:
-        passes = graphs.open(target, drafter, verifier, prompts, sampler, guidance, proposal, token_stats)
-    device = passes.session.prefill.logits.device
+        runner = graphs.open(target, drafter, verifier, prompts, sampler, guidance, proposal, token_stats)
+    device = runner.session.prefill.logits.device
     if sampler.device != device:
         raise ConfigError(f"the sampler is on {sampler.device} and the model on {device}; put both on one device.")
-    for history, seed, (token, *law) in zip(
-        histories, sampler.seeds.tolist(), passes.sample_first().tolist(), strict=True
-    ):
+    first_tokens = runner.sample_first().tolist()
+    for history, seed, (token, *stats) in zip(histories, sampler.seeds.tolist(), first_tokens, strict=True):
         history.seed = seed
-        history.record_first(int(token), TokenStats(*law) if law else None)
-    place = [layout.start] * len(prompts)  # steps of the roots
+        history.record_first(int(token), TokenStats(*stats) if stats else None)
+    root_steps = [layout.start] * len(prompts)
     index = 0
     while not all(history.done for history in histories):
-        began = time.perf_counter()
-        live = [not history.done for history in histories]
-        wanted = [
-            policy.plan(history, step) if alive else REST
-            for history, step, alive in zip(histories, place, live, strict=True)
-        ]
-        plans, news = passes.step(wanted, place)
-        seconds = time.perf_counter() - began
-        for image in (image for image, alive in enumerate(live) if alive):
-            new = news[image]
-            length = len(new.ranks)
+        started = time.perf_counter()
+        active = [image for image, history in enumerate(histories) if not history.done]
+        plans = [IDLE_PLAN] * len(prompts)
+        for image in active:
+            plans[image] = policy.plan(histories[image], root_steps[image])
+        plans, accepted = runner.step(plans, root_steps)
+        seconds = time.perf_counter() - started
+        for image in active:
+            new = accepted[image]
             step = StepResult(
-                index, image, place[image], length, plans[image], new.tokens, new.ranks, seconds, new.token_stats
+                index=index,
+                sequence=image,
+                start=root_steps[image],
+                accepted=len(new.ranks),
+                plan=plans[image],
+                tokens=new.tokens,
+                ranks=new.ranks,
+                seconds=seconds,
+                token_stats=new.token_stats,
             )
             histories[image].record(step)
-            place[image] += length + 1
+            root_steps[image] += len(new.tokens)
             yield step
         index += 1
 
@@ -93,16 +104,22 @@ def collect_passes(steps: Iterator[StepResult], max_passes: int | None = None) -
     return results
 
 
-def fresh(histories: list[History] | None, count: int, sampler: Sampler) -> list[History]:
-    """The caller's histories if they can be written to, or new ones."""
-    if histories is None:
-        return [History(sampler.layout) for _ in range(count)]
-    if len(histories) != count:
-        raise ConfigError(f"{len(histories)} histories came with {count} prompts; give one history per prompt.")
-    start = sampler.layout.start
-    if any(h.layout != sampler.layout or h.passes or h.next_step != start for h in histories):
-        raise ConfigError("histories must be new ones of the sampler's layout; make them with History(layout).")
-    return histories
+def decode_tokens(
+    target: Target,
+    drafter: Drafter,
+    policy: TreePolicy,
+    verifier: Verifier,
+    prompts: Sequence[Prompt],
+    sampler: Sampler,
+    *,
+    guidance: float = 1.0,
+    graphs: GraphCache | None = None,
+) -> Tensor:
+    """Run a decode to its end; returns the tokens of all images (B, steps) on the CPU."""
+    histories = [History(sampler.layout) for _ in prompts]
+    parts = target, drafter, policy, verifier, prompts, sampler
+    collect_passes(decode(*parts, guidance=guidance, histories=histories, graphs=graphs))
+    return torch.from_numpy(np.stack([history.tokens for history in histories]))
 
 
 def check_guidance(guidance: float) -> None:
@@ -110,13 +127,8 @@ def check_guidance(guidance: float) -> None:
         raise ConfigError(f"guidance {guidance} must be a number of at least 0; 1 turns it off.")
 
 
-def check(
-    verifier: Verifier, proposal: Proposal | None, prompts: Sequence[Prompt], sampler: Sampler, guidance: float
-) -> Proposal:
-    """Refuse what cannot be decoded, and settle the proposal."""
-    if len(prompts) != len(sampler):
-        raise ConfigError(f"{len(prompts)} prompts came with {len(sampler)} seeds; give one seed per prompt.")
-    check_guidance(guidance)
+def resolve_proposal(verifier: Verifier, proposal: Proposal | None) -> Proposal:
+    """The proposal to draft with: the verifier's preferred one, or another that it can verify without bias."""
     if proposal is None:
         return verifier.proposals[0]
     if proposal not in verifier.proposals:
@@ -126,3 +138,12 @@ def check(
             f"use {' or '.join(verifier.proposals)}."
         )
     return proposal
+
+
+def _check_histories(histories: list[History], count: int, sampler: Sampler) -> None:
+    """Raise a ConfigError unless there is a new history of the sampler's layout for every prompt."""
+    if len(histories) != count:
+        raise ConfigError(f"{len(histories)} histories came with {count} prompts; pass one history per prompt.")
+    start = sampler.layout.start
+    if any(h.layout != sampler.layout or h.passes or h.next_step != start for h in histories):
+        raise ConfigError("histories must be new ones of the sampler's layout; make them with History(layout).")

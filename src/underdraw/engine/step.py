@@ -1,7 +1,7 @@
-"""The device's part of a decode: from the plans of one pass to the small tensor that the host has to read.
+"""StepRunner: one pass on the device, from the tree plans of B images to the small tensor that the host reads.
 
-Nothing here asks the device for a value but `advance`, once. So the same functions run as they are, or are captured and
-replayed. Knows no policy and no record.
+The host reads that tensor once per pass and waits for the device nowhere else. So the same code runs eagerly, or is
+captured as a CUDA graph and replayed.
 """
 
 from __future__ import annotations
@@ -16,156 +16,154 @@ from torch.nn import functional
 
 from underdraw.history import TokenStats
 from underdraw.plan import TreePlan
-from underdraw.protocols import DrafterSession, DraftRequest, TargetOutput, TargetSession, VerifiedStep, Verifier
+from underdraw.protocols import DrafterSession, DraftRequest, TargetSession, VerifiedStep, Verifier
 from underdraw.sampling import NoiseWindow, Sampler
-from underdraw.tree import AcceptedPath, DraftTree, Proposal, TreeLimits, covering_plan
+from underdraw.tree import DraftTree, Proposal, TreeLimits, covering_plan
 
 TokenStatsMode = Literal["skip", "keep"]
-"""Whether entropy and top-1 chance of the target's law at every cell are noted."""
-REST = TreePlan(0, 1, 1, 1)  # of an image that is finished
+"""Whether entropy and top-1 probability of the target's distribution are recorded for every token."""
+IDLE_PLAN = TreePlan(0, 1, 1, 1)  # of an image that is finished
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedTokens:
-    """What the host learns of one image's pass."""
+    """What one pass added to one image, on the host."""
 
-    tokens: tuple[int, ...]
-    ranks: tuple[int, ...]
-    token_stats: tuple[TokenStats, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """A tree, what the target said of it and how far they agree."""
-
-    tree: DraftTree
-    output: TargetOutput
-    accepted_path: AcceptedPath
-    noise_window: NoiseWindow
-    packed: Tensor  # (B, ...) what the host reads
+    tokens: tuple[int, ...]  # accepted tokens, then the target's next token
+    ranks: tuple[int, ...]  # of each accepted token among its siblings
+    token_stats: tuple[TokenStats, ...]  # of `tokens`, if they are recorded
 
 
 class StepRunner:
-    """B images in the making."""
+    """Runs the passes of B images eagerly."""
 
     def __init__(
-        self, session: TargetSession, draft: DrafterSession, verifier: Verifier, sampler: Sampler, proposal: Proposal,
+        self,
+        session: TargetSession,
+        draft: DrafterSession,
+        verifier: Verifier,
+        sampler: Sampler,
+        proposal: Proposal,
         token_stats: TokenStatsMode,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.session, self.draft, self.verifier, self.sampler = session, draft, verifier, sampler
         self.proposal, self.token_stats = proposal, token_stats
         self.steps = torch.zeros_like(sampler.seeds)  # (B,) step of each root
-        self.root = torch.zeros_like(sampler.seeds)  # (B,) token ids
-        self.noise_window: NoiseWindow | None = None  # of the pass before
-        self.moved: int | None = None  # how far all roots have come since, if it is the same for all
+        self.root = torch.zeros_like(sampler.seeds)  # (B,) token id of each root
+        self._noise_window: NoiseWindow | None = None  # of the previous pass
+        self._advance: int | None = None  # steps from the previous roots to these, if it is the same for all images
 
     def sample_first(self) -> Tensor:
-        """Draw the first tokens from what the prompts said; what the host reads of it (B, 1 or 3)."""
+        """Sample the first tokens from the prefill's logits: (B, 1) token ids, with token stats (B, 3)."""
         logits = self.session.prefill.logits
         self.steps.fill_(self.sampler.layout.start)
         noise_window = self.sampler.noise_window(self.steps - 1, 1)
-        columns = noise_window.choose(logits, torch.ones_like(noise_window.steps))
-        self.root.copy_(self.sampler.layout.token_ids(columns)[:, 0])
-        self.noise_window, self.moved = noise_window, 1
+        chosen = noise_window.choose(logits, torch.ones_like(noise_window.steps))
+        self.root.copy_(self.sampler.layout.token_ids(chosen)[:, 0])
+        self._noise_window, self._advance = noise_window, 1
         if self.token_stats == "skip":
             return self.root[:, None]
-        return torch.cat(
-            [self.root[:, None].double(), token_stats_of(logits, torch.zeros_like(columns), noise_window)], dim=1
-        )
+        stats = compute_token_stats(logits, torch.zeros_like(chosen), noise_window)
+        return torch.cat([self.root[:, None].double(), stats], dim=1)
 
-    def step(self, wanted: Sequence[TreePlan], places: Sequence[int]) -> tuple[list[TreePlan], list[AcceptedTokens]]:
-        """Make one pass. `wanted` are the policy's plans, `places` the steps of the roots; finished images rest.
+    def step(
+        self, requested_plans: Sequence[TreePlan], root_steps: Sequence[int]
+    ) -> tuple[list[TreePlan], list[AcceptedTokens]]:
+        """Run one pass; `root_steps` are the steps of the roots on the host.
 
-        Returns the plans of the trees that were grown_plans, and what came of them.
+        Returns the plans of the trees that were grown, and what was accepted of them.
         """
-        plans = self.truncate_plans(wanted, places)
-        live = [place < self.sampler.layout.stop - 1 for place in places]
-        plan = covering_plan([p for p, alive in zip(plans, live, strict=True) if alive])
+        plans = self.truncate_plans(requested_plans, root_steps)
+        active = self.active_images(root_steps)
+        plan = covering_plan([p for p, is_active in zip(plans, active, strict=True) if is_active])
         limits = None if all(p == plan for p in plans) else TreeLimits.of(plans, self.steps.device)
-        self.noise_window = self.sampler.noise_window(self.steps, plan.depth + 1, self.noise_window, self.moved)
-        judged = self.draft_and_verify(plan, limits, self.noise_window)
+        noise_window = self.sampler.noise_window(self.steps, plan.depth + 1, self._noise_window, self._advance)
+        verified = self.draft_and_verify(plan, limits, noise_window)
         if plan.min_probability:
-            plans = grown_plans(judged.tree, plans)
-        news = unpack_from_host(judged.packed.tolist(), self.token_stats)
-        counts = tuple(len(new.tokens) if alive else 0 for new, alive in zip(news, live, strict=True))
-        self.commit(replace(judged, accepted_path=judged.accepted_path.narrow(max(counts) - 1)), counts)
-        self.moved = counts[0] if len(set(counts)) == 1 else None
-        return plans, news
+            plans = grown_plans(verified.tree, plans)
+        accepted = unpack_from_host(self.pack_for_host(verified, plan.depth).tolist(), self.token_stats)
+        counts = tuple(len(a.tokens) if is_active else 0 for a, is_active in zip(accepted, active, strict=True))
+        path = verified.accepted_path.narrow(max(counts) - 1)
+        self.commit(replace(verified, accepted_path=path, host_counts=counts))
+        self._noise_window, self._advance = noise_window, counts[0] if len(set(counts)) == 1 else None
+        return plans, accepted
 
-    def truncate_plans(self, wanted: Sequence[TreePlan], places: Sequence[int]) -> list[TreePlan]:
-        """Plans that do not reach past the last cell."""
+    def active_images(self, root_steps: Sequence[int]) -> list[bool]:
+        """Which images have tokens left to sample."""
+        return [step < self.sampler.layout.stop - 1 for step in root_steps]
+
+    def truncate_plans(self, requested_plans: Sequence[TreePlan], root_steps: Sequence[int]) -> list[TreePlan]:
+        """Plans that do not reach past the last cell of the image."""
         stop = self.sampler.layout.stop
         return [
-            plan.truncate(stop - 2 - place) if place < stop - 1 else REST
-            for plan, place in zip(wanted, places, strict=True)
-        ]  # fmt: skip
+            plan.truncate(stop - 2 - step) if step < stop - 1 else IDLE_PLAN
+            for plan, step in zip(requested_plans, root_steps, strict=True)
+        ]
 
     def draft_and_verify(
-        self, plan: TreePlan, limits: TreeLimits | None, noise_window: NoiseWindow, size: int = 1
-    ) -> Judged:
-        """Draft trees of at least `size` nodes, padding included, and check them in one target pass."""
+        self, plan: TreePlan, limits: TreeLimits | None, noise_window: NoiseWindow, bucket_size: int = 1
+    ) -> VerifiedStep:
+        """Draft trees, pad them to `bucket_size` nodes, and verify them in one target forward.
+
+        `host_counts` of the result is empty: the host has not read how many tokens were accepted.
+        """
         request = DraftRequest(self.root, self.steps, plan, noise_window, self.proposal, limits)
-        tree = self.draft.draft(request).padded(size)
+        tree = self.draft.draft(request).padded(bucket_size)
         output = self.session.forward(tree, self.steps)
         accepted_path = self.verifier.verify(tree, output.logits, noise_window)
-        token_stats = (
-            token_stats_of(output.logits, accepted_path.path, noise_window) if self.token_stats == "keep" else None
-        )
-        return Judged(
-            tree, output, accepted_path, noise_window, pack_for_host(tree, accepted_path, plan.depth, token_stats)
-        )
+        is_active = self.steps < self.sampler.layout.stop - 1
+        counts = (accepted_path.length + 1) * is_active
+        return VerifiedStep(tree, accepted_path, output, noise_window, counts, ())
 
-    def commit(self, judged: Judged, host_counts: tuple[int, ...]) -> None:
-        """Keep what was agreed on. `known` is how much that is, as far as the host knows yet."""
-        accepted_path = judged.accepted_path
-        going = self.steps < self.sampler.layout.stop - 1
-        counts = (accepted_path.length + 1) * going
-        verified = VerifiedStep(judged.tree, accepted_path, judged.output, judged.noise_window, counts, host_counts)
+    def commit(self, verified: VerifiedStep) -> None:
+        """Append the accepted tokens to both KV caches and move the roots behind them."""
         self.session.commit(verified)
         self.draft.commit(verified)
-        self.advance_roots(accepted_path.next_token, counts)
+        self.advance_roots(verified.accepted_path.next_token, verified.counts)
 
     def advance_roots(self, root: Tensor, counts: Tensor) -> None:
-        """The roots of the next trees."""
+        """Set the roots of the next trees."""
         self.root, self.steps = root, self.steps + counts
 
+    def pack_for_host(self, verified: VerifiedStep, depth: int) -> Tensor:
+        """Number of accepted tokens, new tokens (depth + 1), ranks (depth) and token stats, one row per image."""
+        tree, accepted_path = verified.tree, verified.accepted_path
+        below_root = accepted_path.path[:, 1 : depth + 1]
+        index = torch.arange(below_root.shape[1] + 1, device=below_root.device)
+        drafted = functional.pad(tree.tokens.gather(1, below_root), (0, 1))
+        tokens = torch.where(index == accepted_path.length[:, None], accepted_path.next_token[:, None], drafted)
+        row = torch.cat([accepted_path.length[:, None], tokens, tree.ranks.gather(1, below_root)], dim=1)
+        if self.token_stats == "skip":
+            return row
+        stats = compute_token_stats(verified.output.logits, accepted_path.path, verified.noise_window)
+        return torch.cat([row.double(), stats], dim=1)  # float64 represents every token id
 
-def token_stats_of(logits: Tensor, path: Tensor, noise_window: NoiseWindow) -> Tensor:
-    """Entropies, then top-1 chances, of the laws at the nodes of a path: (B, N, K), (B, D) -> (B, 2 D) float64."""
+
+def compute_token_stats(logits: Tensor, path: Tensor, noise_window: NoiseWindow) -> Tensor:
+    """Entropies, then top-1 probabilities, at the nodes of a path: (B, N, K), (B, D) -> (B, 2 D) float64."""
     index = path[:, : noise_window.steps.shape[1]]
     nodes = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
     depths = torch.arange(1, index.shape[1] + 1, device=path.device).expand_as(index)
-    chances = noise_window.scaled(nodes, depths).double().softmax(-1)
-    return torch.cat([torch.special.entr(chances).sum(-1), chances.amax(-1)], dim=1)
-
-
-def pack_for_host(tree: DraftTree, accepted_path: AcceptedPath, depth: int, token_stats: Tensor | None) -> Tensor:
-    """How far each image came, its new tokens, their ranks and, if given, their laws: one row an image."""
-    below = accepted_path.path[:, 1 : depth + 1]
-    order = torch.arange(below.shape[1] + 1, device=below.device)
-    drafted = functional.pad(tree.tokens.gather(1, below), (0, 1))
-    tokens = torch.where(order == accepted_path.length[:, None], accepted_path.next_token[:, None], drafted)
-    row = torch.cat([accepted_path.length[:, None], tokens, tree.ranks.gather(1, below)], dim=1)
-    return row if token_stats is None else torch.cat([row.double(), token_stats], dim=1)  # float64 holds every token id
+    probs = noise_window.scaled(nodes, depths).double().softmax(-1)
+    return torch.cat([torch.special.entr(probs).sum(-1), probs.amax(-1)], dim=1)
 
 
 def unpack_from_host(rows: list[list[float]], token_stats: TokenStatsMode) -> list[AcceptedTokens]:
-    """`packed` on the host."""
-    news = []
+    """What `StepRunner.pack_for_host` packed, as records."""
+    accepted = []
     for length, *row in rows:
         count = int(length) + 1
-        reach = (len(row) - 1) // 2 if token_stats == "skip" else (len(row) - 3) // 4
-        new, ranks = row[:count], row[reach + 1 : reach + count]
-        rest = row[2 * reach + 1 :]
-        known = zip(rest[:count], rest[reach + 1 : reach + 1 + count], strict=True)
-        news.append(
-            AcceptedTokens(tuple(map(int, new)), tuple(map(int, ranks)), tuple(TokenStats(*pair) for pair in known))
+        depth = (len(row) - 1) // 2 if token_stats == "skip" else (len(row) - 3) // 4
+        tokens, ranks, stats = row[:count], row[depth + 1 : depth + count], row[2 * depth + 1 :]
+        pairs = zip(stats[:count], stats[depth + 1 : depth + 1 + count], strict=True)
+        accepted.append(
+            AcceptedTokens(tuple(map(int, tokens)), tuple(map(int, ranks)), tuple(TokenStats(*pair) for pair in pairs))
         )
-    return news
+    return accepted
 
 
 def grown_plans(tree: DraftTree, plans: list[TreePlan]) -> list[TreePlan]:
-    """The plans with the sizes that trees with a min_probability have really come to, for the record."""
+    """The plans with the sizes that trees with a `min_probability` have grown to; the host waits for the device."""
     depths, nodes = tree.depths.amax(1).tolist(), (tree.depths >= 0).sum(1).tolist()
     return [
         replace(plan, depth=depth, nodes=count) if plan.min_probability else plan

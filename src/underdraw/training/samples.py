@@ -20,9 +20,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from underdraw.drafters.forced import Forced
-from underdraw.engine.decode import decode
+from underdraw.engine.decode import decode_tokens
 from underdraw.errors import CheckpointError, ConfigError
-from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import open_checkpoint
 from underdraw.models.family import ImageSize, LoadedModel
@@ -100,11 +99,8 @@ def draw_samples(
         sampler = Sampler(
             layout, seeds, temperature=temperature, top_k=own.top_k, top_p=own.top_p, device=model.placement.device
         )
-        histories = [History(layout) for _ in part]
         parts = model.target, Forced(), NoTree(), Exact(), prompts, sampler
-        for _ in decode(*parts, guidance=own.guidance, histories=histories):
-            pass
-        _write(path, torch.from_numpy(np.stack([history.tokens for history in histories])), part)
+        _write(path, decode_tokens(*parts, guidance=own.guidance), part)
     return Samples.load(folder)
 
 

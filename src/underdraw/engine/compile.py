@@ -1,0 +1,44 @@
+"""Compiled layer functions: the parts of a decoder layer between attentions, as torch.compile and Triton make them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from underdraw.nn.attention import triton_available
+from underdraw.nn.layer_functions import PLAIN, LayerFunctions, joined
+from underdraw.nn.row_invariant import chunk, fewest, multiple
+from underdraw.nn.transformer import DecoderLayer
+
+_RECOMPILE_LIMIT = 64  # shapes of one function before torch gives up compiling it
+
+
+@functools.cache
+def compiled_layer_functions(backend: str = "inductor", *, tuned: bool = False) -> LayerFunctions:
+    """Layer functions compiled for any number of nodes and shared by all layers; few nodes use fused Triton kernels.
+
+    torch caches compiled code on disk. `tuned` also tries kernels for the GEMMs, which takes minutes.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    # Not as decorators where these are defined: importing torch's compiler takes a second.
+    for constant in (chunk, fewest, multiple):
+        torch.compiler.assume_constant_result(constant)
+    mode = "max-autotune-no-cudagraphs" if tuned else None
+
+    def compiled(function: Any) -> Any:
+        return torch.compile(function, fullgraph=True, backend=backend, mode=mode)
+
+    leave, seen = map(compiled, (PLAIN.leave, PLAIN.seen))
+    if backend != "inductor" or not triton_available(torch.device("cuda")):
+        return LayerFunctions(compiled(PLAIN.enter), compiled(PLAIN.between), leave, seen)
+    from underdraw.kernels import fused_layer
+
+    return replace(
+        fused_layer.placing(compiled(DecoderLayer.heads), compiled(joined)),
+        leave=leave,
+        seen=seen,
+        few=fused_layer.REGIONS,
+    )

@@ -11,7 +11,8 @@ from commands import call
 
 from underdraw.cli.app import COMMANDS
 
-GROUPS = sorted({name.split()[0] for name in COMMANDS if " " in name})
+SUBCOMMANDS = [*(name for name in COMMANDS if " " in name), "train samples", "train drafter"]
+GROUPS = sorted({name.split()[0] for name in SUBCOMMANDS})
 
 
 def complete(line: str) -> list[str]:
@@ -40,9 +41,16 @@ def test_help_lists_commands_and_subcommands() -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_group_help_lists_its_subcommands(group: str) -> None:
     text = call(group, "--help").out
-    for name in COMMANDS:
+    for name in SUBCOMMANDS:
         if name.startswith(f"{group} "):
             assert f"│ {name.split()[1]} " in text
+
+
+def test_train_without_a_subcommand_prints_help() -> None:
+    done = call("train")
+    assert done.code == 2 and done.err == "error: train needs a command: samples or drafter.\n"
+    assert done.out.strip() == call("train", "--help").out.strip() and "Commands" in done.out
+    assert "unknown command of train 'draftr'. Did you mean 'drafter'?" in call("train", "draftr").err
 
 
 def test_first_argument_selects_the_subcommand() -> None:
@@ -59,6 +67,7 @@ def test_first_argument_selects_the_subcommand() -> None:
         ("underdraw ge", {"generate"}),
         ("underdraw ", {name for name in COMMANDS if " " not in name}),
         ("underdraw bench ", {"engine"}),
+        ("underdraw train ", {"samples", "drafter"}),
         ("underdraw generate --pro", {"--prompts"}),
         ("underdraw bench engine --rep", {"--replay", "--replay-drafter"}),
         ("underdraw bench --pre", {"--preset"}),

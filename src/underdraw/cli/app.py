@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from underdraw import __version__
-from underdraw.errors import UnderdrawError, unknown
+from underdraw.errors import ConfigError, UnderdrawError, unknown
 
 COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsing follow from this table
     "generate": "underdraw.cli.generate",
@@ -39,7 +39,7 @@ class CommandGroup(TyperGroup):
     """A group whose commands are imported on lookup. It may also be a command itself, with options of its own.
 
     The first argument decides: `bench engine ...` runs the subcommand, `bench --prompts ...` the command `bench`. So
-    options that `bench` requires are not asked of `bench engine`.
+    `bench engine` does not need the options that `bench` requires.
     """
 
     path = ""  # the words in front of its commands' names: "" for `underdraw` itself, "bench" for `underdraw bench`
@@ -47,10 +47,12 @@ class CommandGroup(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         prefix = f"{self.path} " if self.path else ""
         names = [name.removeprefix(prefix) for name in COMMANDS if name.startswith(prefix)]
-        return [name for name in names if " " not in name]
+        return [*self.commands, *(name for name in names if " " not in name)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         names = self.list_commands(ctx)
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
         if cmd_name not in names:
             if ctx.resilient_parsing:  # shell completion of a misspelt command has nothing to offer
                 return None
@@ -58,10 +60,14 @@ class CommandGroup(TyperGroup):
         return load_command(f"{self.path} {cmd_name}".strip())
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        takes_arguments = any(param.param_type_name == "argument" for param in self.params)
         if not self.path:
-            pass
-        elif args and (args[0] in self.list_commands(ctx) or not (takes_arguments or args[0].startswith("-"))):
+            return super().parse_args(ctx, args)
+        names = self.list_commands(ctx)
+        if not args and self.callback is None and not ctx.resilient_parsing:
+            print(ctx.get_help())
+            raise ConfigError(f"{self.path} needs a command: {' or '.join(names)}.")
+        takes_arguments = any(param.param_type_name == "argument" for param in self.params)
+        if args and (args[0] in names or not (takes_arguments or args[0].startswith("-"))):
             self.params, self.callback = [], None  # only the subcommand runs
         else:
             ctx.allow_extra_args, ctx.allow_interspersed_args = False, True
@@ -69,14 +75,16 @@ class CommandGroup(TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    """Import a command of COMMANDS; one that has subcommands there becomes a group."""
+    """Import a command of COMMANDS; one with subcommands, there or in its module, becomes a `CommandGroup`."""
     command: Any = typer.main.get_command(importlib.import_module(COMMANDS[name]).app)
     command.name = name.split()[-1]
-    subcommands = [other.removeprefix(f"{name} ") for other in COMMANDS if other.startswith(f"{name} ")]
+    in_module = dict(command.commands) if isinstance(command, TyperGroup) else {}
+    subcommands = [*in_module, *(other.removeprefix(f"{name} ") for other in COMMANDS if other.startswith(f"{name} "))]
     if not subcommands:
         return command
     group = CommandGroup(
         name=command.name,
+        commands=in_module,
         params=command.params,
         callback=command.callback,
         help=command.help,

@@ -1,45 +1,116 @@
-"""`underdraw env`: what is installed, which devices there are and which kernels would run. For bug reports."""
+"""`underdraw env`: versions, devices and kernels for bug reports; `--measure` measures the cost of passes again."""
 
 from __future__ import annotations
 
-import json as serial
+import json as json_module
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from underdraw import __version__
+from underdraw.cli import options
+from underdraw.errors import ConfigError
 
+if TYPE_CHECKING:
+    from underdraw.pipeline import Pipeline
+
+EXAMPLES = """
+Examples:
+
+underdraw env
+
+underdraw env --json
+
+underdraw env --measure --model tiny --drafter drafter-eagle
+"""
 PACKAGES = ("torch", "numpy", "pillow", "safetensors", "huggingface_hub", "typer", "rich", "tqdm", "transformers")
+EXTRAS = {  # a package that each extra of pyproject.toml installs
+    "families": "transformers",
+    "data": "pyarrow",
+    "bench": "matplotlib",
+    "evaluate": "torchmetrics",
+    "test": "pytest",
+    "lint": "ruff",
+}
+MAX_BATCH = 4  # `auto` uses the costs of this batch size for larger ones
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Measure = Annotated[
+    bool, typer.Option("--measure", help="Measure again what passes cost here, which the tree `auto` depends on.")
+]
+Batch = Annotated[
+    int, typer.Option(metavar="COUNT", rich_help_panel=options.PARTS, help=f"Images at once, 1 to {MAX_BATCH}.")
+]
 
-@app.command(epilog="Examples:\n\nunderdraw env\n\nunderdraw env --json")
-def env(json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Print versions, devices and the kernels in use."""
-    known = {"versions": versions(), "system": system(), "devices": devices(), "kernels": kernels(), "parts": parts()}
+
+@app.command(epilog=EXAMPLES)
+def env(
+    measure: Measure = False,
+    batch: Batch = 1,
+    model: options.Model = "tiny",
+    drafter: options.Drafter = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    compile: options.Compile = "auto",
+    json: Json = False,
+) -> None:
+    """Print versions, devices and the kernels in use. With --measure, time passes of a model and store their cost."""
+    if not 1 <= batch <= MAX_BATCH:
+        raise ConfigError(f"--batch {batch} is out of range; use 1 to {MAX_BATCH}.")
+    if measure:
+        pipe, _ = options.load_pipeline(model, drafter, "auto", "exact", device, dtype, compile, silent=json)
+        sections = {"costs": measure_costs(pipe, batch)}
+    else:
+        sections = {
+            "versions": package_versions(),
+            "system": system_info(),
+            "devices": device_info(),
+            "kernels": kernel_info(),
+            "parts": registered_parts(),
+        }
     if json:
-        print(serial.dumps(known))
+        print(json_module.dumps(sections))
         return
-    for title, values in known.items():
+    for title, values in sections.items():
         print(title)
         for key, value in values.items():
-            print(f"  {key:16} {', '.join(value) if isinstance(value, list) else value}")
+            print(f"  {key:16} {', '.join(map(str, value)) if isinstance(value, list) else value}")
 
 
-def versions() -> dict[str, str]:
-    found = {"underdraw": __version__, "python": platform.python_version()}
+def measure_costs(pipe: Pipeline, batch: int) -> dict[str, Any]:
+    """Time passes, store the costs for the tree `auto`, and return them in milliseconds."""
+    from underdraw.engine.autotune import costs_file
+
+    costs = pipe.measure_costs(batch)
+    return {
+        "model": pipe.model.name,
+        "drafter": pipe.drafter_name,
+        "images": batch,
+        "plain_ms": costs.plain,  # a pass without a tree
+        "base_ms": costs.base,  # a pass with a tree, without its nodes and levels
+        "node_ms": costs.node,
+        "level_ms": costs.level,
+        "stored_in": str(costs_file()),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of underdraw, Python and the packages it uses."""
+    versions = {"underdraw": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
-def system() -> dict[str, Any]:
+def system_info() -> dict[str, Any]:
+    """Operating system, processor and threads."""
     import torch
 
     from underdraw.engine.autotune import processor
@@ -52,54 +123,53 @@ def system() -> dict[str, Any]:
     }
 
 
-def devices() -> dict[str, str]:
+def device_info() -> dict[str, str]:
+    """The CPU and every GPU."""
     import torch
 
-    found = {"cpu": "float32, the same bits for every tree and batch"}
+    devices = {"cpu": "float32, the same bits for every tree and batch"}
     for index in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(index)
-        capability = f"compute capability {about.major}.{about.minor}"
-        found[f"cuda:{index}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {capability}"
-    return found
+        gpu = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {gpu.major}.{gpu.minor}"
+        devices[f"cuda:{index}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, {capability}"
+    return devices
 
 
-def kernels() -> dict[str, str]:
-    """What multiplies matrices and attends, on the device that `auto` chooses."""
+def kernel_info() -> dict[str, str]:
+    """The kernels for GEMMs, attention and convolutions on the device that `auto` chooses."""
     import torch
 
     if torch.cuda.is_available():
         from underdraw.nn.attention import triton_available
 
         cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
-        own = ", kernels of our own where they are faster" if triton_available(torch.device("cuda")) else ""
+        triton = ", underdraw's Triton kernels where they are faster" if triton_available(torch.device("cuda")) else ""
+        tf32 = "on" if torch.backends.cuda.matmul.allow_tf32 else "off"
         return {
             "device": "cuda",
-            "matrices": f"cuBLAS (CUDA {cuda}), TF32 {'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'}{own}",
-            "attention": f"torch scaled_dot_product_attention{own}",
+            "matrices": f"cuBLAS (CUDA {cuda}), TF32 {tf32}{triton}",
+            "attention": f"torch scaled_dot_product_attention{triton}",
             "convolutions": f"cuDNN {cudnn}",
         }
     from underdraw.nn.row_invariant import block, fewest, multiple
 
     blas = "MKL" if torch.backends.mkl.is_available() else "the BLAS that torch was built with"
-    convolutions = "oneDNN" if torch.backends.mkldnn.is_available() else "torch"
     return {
         "device": "cpu",
-        "matrices": f"{blas}, input-major, at least {fewest()} rows, a multiple of {multiple()}: all round alike",
-        "attention": f"by blocks of {block(torch.float32, 2)} sequence places, in one order for trees and tokens",
-        "convolutions": convolutions,
+        "matrices": f"{blas}, row-invariant: input-major, at least {fewest()} rows, a multiple of {multiple()}",
+        "attention": f"in blocks of {block(torch.float32, 2)} positions, summed in one order for trees and tokens",
+        "convolutions": "oneDNN" if torch.backends.mkldnn.is_available() else "torch",
     }
 
 
-def parts() -> dict[str, Any]:
+def registered_parts() -> dict[str, Any]:
+    """Families, tree policies, verifiers, drafters and installed extras."""
     from underdraw.registry import drafters, families, policies, verifiers
 
-    known: dict[str, Any] = {
-        "families": families.names(), "policies": policies.names(), "verifiers": verifiers.names(),
+    return {
+        "families": families.names(),
+        "policies": policies.names(),
+        "verifiers": verifiers.names(),
         "drafters": ["of the model", *drafters.names()],
-    }  # fmt: skip
-    extras = {
-        "families": "transformers", "data": "pyarrow", "bench": "matplotlib", "evaluate": "torchmetrics",
-        "test": "pytest", "lint": "ruff",
-    }  # fmt: skip
-    known["extras"] = [name for name, module in extras.items() if find_spec(module)] or ["none"]
-    return known
+        "extras": [name for name, package in EXTRAS.items() if find_spec(package)] or ["none"],
+    }

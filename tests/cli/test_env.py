@@ -1,0 +1,47 @@
+"""`underdraw env`: what a bug report needs, and `--measure`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from commands import call
+
+
+def test_env() -> None:
+    record = call("env", "--json").record
+    assert {"versions", "system", "devices", "kernels", "parts"} <= set(record)
+    assert record["versions"]["torch"] != "not installed" and "cpu" in record["devices"]
+    text = call("env").out
+    assert record["versions"]["torch"] in text and record["kernels"]["attention"] in text
+
+
+def test_env_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="Accelerator 9", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpu)
+    record = call("env", "--json").record
+    assert record["devices"]["cuda:0"] == "Accelerator 9, 80 GiB, compute capability 9.0"
+    assert record["kernels"]["device"] == "cuda" and "cuBLAS" in record["kernels"]["matrices"]
+
+
+def test_measure_replaces_stored_costs(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDERDRAW_CACHE", str(tmp_path))
+    command = ("env", "--measure", "-m", small_model, "--drafter", "drafter", "--batch", 2)
+    assert call(*command).code == 0
+    file = tmp_path / "costs.json"
+    stored = json.loads(file.read_text())
+    (key,) = stored
+    file.write_text(json.dumps({key: {**stored[key], "plain": 1e9}, "another machine": {}}))
+    record = call(*command, "--json").record["costs"]
+    assert record["stored_in"] == str(file) and record["drafter"] == "drafter" and record["images"] == 2
+    stored = json.loads(file.read_text())
+    assert stored[key]["plain"] == record["plain_ms"] < 1e6 and "another machine" in stored
+    assert str(file) in call(*command).out
+
+
+def test_measure_checks_its_options(small_model: Path) -> None:
+    assert "use 1 to 4" in call("env", "--measure", "-m", small_model, "--batch", 9).err

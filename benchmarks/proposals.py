@@ -29,7 +29,7 @@ from underdraw.nn.target import DecoderTarget, apply_guidance
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import PrefillOutput, Prompt
 from underdraw.registry import policies, verifiers
-from underdraw.sampling import Sampler, best, gumbel
+from underdraw.sampling import Sampler, fast_topk, gumbel
 
 CODES = 1024
 LAYOUT = Layout(16, 16, range(8, 8 + CODES))
@@ -94,8 +94,8 @@ def fit(
     features = session.cache.append(x, cos_sin, torch.full((images,), count), [count] * images)[:, :-1].flatten(0, 1)
     p, q = target.net.logits(features), drafter.blurred(features)  # (M, K)
     noise = gumbel(torch.arange(10_000, 10_000 + images), steps[:, 1:], CODES).flatten(0, 1)
-    scores, columns = best(q.log_softmax(-1) + noise, branch)
-    hit = columns == best(p + noise, 1)[1]
+    scores, columns = fast_topk(q.log_softmax(-1) + noise, branch)
+    hit = columns == fast_topk(p + noise, 1)[1]
     ranks = torch.where(hit.any(-1), hit.int().argmax(-1), branch)
     law = p.softmax(-1)
     return Calibration.fit(scores, ranks), {

@@ -1,8 +1,8 @@
-"""The chance that the target will choose a drafted child, told from the scores that the child was drafted with.
+"""Acceptance probabilities of drafted children, estimated from their scores.
 
-Under shared noise a child with a small q can be nearly certain, because the noise that made it a child will make the
-target choose it, and a child with a large q can be hopeless. What tells them apart is how far a child's perturbed
-score lies behind the best one, and its rank.
+With shared Gumbel noise the drafter's probability q says little: a child with a small q can be nearly certain, because
+the noise that lifted it into the tree lifts it in the target too. What predicts acceptance is how far a child's
+perturbed score lies behind the best one, and its rank.
 """
 
 from __future__ import annotations
@@ -18,51 +18,52 @@ from underdraw.constants import constant
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The chance of child r is proportional to exp(bias_r - gap_r * slope), that of no child at all to `miss`.
+    """P(child of rank r is accepted) is proportional to exp(bias_r - slope * gap_r), P(no child is) to `miss`.
 
-    gap_r is how far the child's perturbed score lies behind the best sibling's. If draft and target differed by
-    independent Gumbel errors of scale 1 / slope on every logit this would be exact with zero biases; the biases (the
-    last one for all further ranks) and `miss` are what fitting adds.
+    gap_r is the distance of the child's perturbed score to the best sibling's. If the logits of draft and target
+    differed by independent Gumbel errors of scale 1 / slope, this would be exact with zero biases; the biases (the last
+    one holds for all further ranks) and `miss` are fitted on top.
     """
 
     slope: float = 1.0
     biases: tuple[float, ...] = (0.0,)
     miss: float = 0.05
 
-    def log_chance(self, scores: Tensor, *, forcing: bool = True) -> Tensor:
-        """Best scores of a node in descending order (..., k) -> log chance of each; -inf stays -inf.
+    def log_acceptance_probability(self, scores: Tensor, *, has_forced_tokens: bool = True) -> Tensor:
+        """(..., k) scores of a node's best children, descending -> (..., k); a score of -inf stays -inf.
 
-        Where the layout is `forcing` tokens, a node with one possible child is not a guess.
+        In a layout with forced tokens, a node with only one possible child has it accepted for certain.
         """
         count, device = scores.shape[-1], scores.device
         biases = constant((self.biases + self.biases[-1:] * count)[:count], scores.dtype, device)
-        weight = torch.add(biases, scores - scores[..., :1], alpha=self.slope)
-        none = constant((math.log(self.miss) if self.miss > 0 else -math.inf,), scores.dtype, device)
-        none = none.expand(*scores.shape[:-1], 1)
-        if forcing and count > 1:
-            none = none.masked_fill(scores[..., 1:2] == -torch.inf, -torch.inf)
-        # It is never above 0: rounding does not put a child before its parent.
-        return torch.cat([weight, none], dim=-1).log_softmax(-1)[..., :count]
+        weights = torch.add(biases, scores - scores[..., :1], alpha=self.slope)
+        miss = constant((math.log(self.miss) if self.miss > 0 else -math.inf,), scores.dtype, device)
+        miss = miss.expand(*scores.shape[:-1], 1)
+        if has_forced_tokens and count > 1:
+            miss = miss.masked_fill(scores[..., 1:2] == -torch.inf, -torch.inf)
+        # log_softmax is never above 0, so rounding cannot rank a child before its parent.
+        return torch.cat([weights, miss], dim=-1).log_softmax(-1)[..., :count]
 
     @classmethod
     def fit(cls, scores: Tensor, ranks: Tensor, steps: int = 200) -> Calibration:
-        """The most likely calibration for nodes with best scores (M, k) whose target chose rank (M,); k for none."""
+        """Maximum likelihood fit to M nodes: their best scores (M, k), and the accepted rank (M,), k for none."""
         count = scores.shape[1]
-        gap = (scores[:, :1] - scores).clamp(max=50).double()
-        values = torch.zeros(count + 1, dtype=torch.float64, requires_grad=True)  # log slope, biases 1.., log miss
-        optimizer = torch.optim.LBFGS([values], max_iter=steps, line_search_fn="strong_wolfe")
+        gaps = (scores[:, :1] - scores).clamp(max=50).double()
+        # log slope; biases of ranks 1, 2, ...; log miss + 3, so that the start is near a usual value
+        params = torch.zeros(count + 1, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.LBFGS([params], max_iter=steps, line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:
             optimizer.zero_grad()
-            biases = torch.cat([values.new_zeros(1), values[1:count]])
-            weight = torch.cat([biases - gap * values[0].exp(), values[count:].expand(len(gap), 1) - 3], dim=1)
-            value = torch.nn.functional.cross_entropy(weight, ranks)
-            value = value + 1e-4 * values.square().sum()  # keeps ranks that never occur finite
+            biases = torch.cat([params.new_zeros(1), params[1:count]])
+            weights = torch.cat([biases - gaps * params[0].exp(), params[count:].expand(len(gaps), 1) - 3], dim=1)
+            value = torch.nn.functional.cross_entropy(weights, ranks)
+            value = value + 1e-4 * params.square().sum()  # keeps the biases of ranks that never occur finite
             value.backward()
             return value
 
         with torch.enable_grad():
             optimizer.step(loss)
-        found = values.detach()
-        biases = (0.0, *(round(v, 4) for v in found[1:count].tolist()))
-        return cls(round(float(found[0].exp()), 4), biases, round(float((found[count] - 3).exp()), 6))
+        fitted = params.detach()
+        biases = (0.0, *(round(v, 4) for v in fitted[1:count].tolist()))
+        return cls(round(float(fitted[0].exp()), 4), biases, round(float((fitted[count] - 3).exp()), 6))

@@ -1,4 +1,4 @@
-"""The exceptions underdraw raises for what a caller can mend. Anything else that escapes is a bug."""
+"""Exceptions for errors that the caller can fix. Any other exception that escapes is a bug."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterable
 
 
 class UnderdrawError(Exception):
-    """Base of all errors that carry one sentence for the user."""
+    """Base class; the message is one sentence for the user."""
 
 
 class ConfigError(UnderdrawError, ValueError):
-    """An option, a size or a combination of parts that cannot work."""
+    """An invalid option or size, or components that do not work together."""
 
 
 class CheckpointError(UnderdrawError):
-    """A file of weights that is missing, damaged or not what it was taken for."""
+    """Weights that are missing, damaged or of another model."""
 
 
 class CapacityError(UnderdrawError):
-    """A request that does not fit the memory or the cache it was given."""
+    """A request that does not fit into memory or into the KV cache."""
 
 
 class UnsupportedError(UnderdrawError):
     """A feature that this model, device or installation does not have."""
 
 
-def unknown(kind: str, given: str, allowed: Iterable[str]) -> ConfigError:
-    """An error for a name that is not one of `allowed`, with the nearest one if there is a near one."""
+def unknown(kind: str, name: str, allowed: Iterable[str]) -> ConfigError:
+    """The error for a name that is not one of `allowed`, with a suggestion if one of them is similar."""
     names = sorted(allowed)
-    near = difflib.get_close_matches(given, names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"unknown {kind} {given!r}.{hint} Allowed: {', '.join(names) or 'none'}.")
+    similar = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {similar[0]!r}?" if similar else ""
+    return ConfigError(f"unknown {kind} {name!r}.{hint} Allowed: {', '.join(names) or 'none'}.")

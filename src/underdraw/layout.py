@@ -1,8 +1,8 @@
-"""An image as a token sequence: which token a step must or may be, and where in the picture a step lies.
+"""The token sequence of an image: which tokens are forced, which are codes, and which cell of the grid a step fills.
 
-The only place that knows token ids. A *step* counts the tokens of one image from 0: the prologue, then the rows of
-cells (each closed by `row_end` where the model has one), then the epilogue. A *column* counts what a step may
-choose from: the image codes in order and, last, the row end. Everything here is integer arithmetic, so it takes
+All knowledge of token ids is here. A *step* counts the tokens of one image from 0: the prologue, then the raster (rows
+of cells, each followed by `row_end` in models that have one), then the epilogue. A *vocabulary index* numbers what a
+raster step can be: the image codes in order and, last, the row end. Everything is integer arithmetic, so it works on
 Python ints, numpy arrays and torch tensors alike and imports neither.
 """
 
@@ -16,7 +16,7 @@ from underdraw.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A grid of `height` x `width` codes written row by row."""
+    """A grid of `height` x `width` codes in raster order."""
 
     height: int
     width: int
@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def row_stride(self) -> int:
-        """Tokens from a cell to the one below it."""
+        """Steps from a cell to the cell below it."""
         return self.width + (self.row_end is not None)
 
     @property
@@ -50,12 +50,12 @@ class Layout:
 
     @property
     def stop(self) -> int:
-        """One past the step of the last cell: whatever follows is forced and never has to be drawn."""
+        """One past the step of the last cell. All later tokens are forced, so decoding ends here."""
         return self.start + self.row_stride * (self.height - 1) + self.width
 
     @property
     def steps(self) -> int:
-        """Tokens of the whole image, forced ones included."""
+        """Number of tokens of the image, forced ones included."""
         return self.start + self.row_stride * self.height + len(self.epilogue)
 
     @property
@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def vocab_size(self) -> int:
-        """How many symbols a step of the raster chooses from: the codes, and the row end if there is one."""
+        """Number of vocabulary indices: the codes, and the row end if there is one."""
         return len(self.codes) + (self.row_end is not None)
 
     def cell(self, step: int) -> tuple[int, int] | None:
@@ -80,26 +80,26 @@ class Layout:
         return self.start + row * self.row_stride + col
 
     def is_row_end(self, steps: Any) -> Any:
-        """True where a step of the raster must be the row end. Elementwise."""
+        """True where the token of a raster step is the row end. Elementwise."""
         return (steps - self.start) % self.row_stride >= self.width
 
     def rows_cols(self, steps: Any) -> tuple[Any, Any]:
-        """Row and column of raster steps, elementwise; a row end lies in column `width`."""
+        """Row and column of raster steps, elementwise; a row end is in column `width`."""
         return (steps - self.start) // self.row_stride, (steps - self.start) % self.row_stride
 
-    def token_ids(self, columns: Any) -> Any:
-        """Token ids of columns, elementwise."""
-        ids = columns + self.codes.start
+    def token_ids(self, indices: Any) -> Any:
+        """Token ids of vocabulary indices, elementwise."""
+        ids = indices + self.codes.start
         if self.row_end is None:
             return ids
-        return ids + (columns == len(self.codes)) * (self.row_end - self.codes.stop)
+        return ids + (indices == len(self.codes)) * (self.row_end - self.codes.stop)
 
     def vocab_indices(self, tokens: Any) -> Any:
-        """Columns of token ids, elementwise: the inverse of `tokens` for ids that a raster step may hold."""
-        columns = tokens - self.codes.start
+        """Vocabulary indices of token ids, elementwise: the inverse of `token_ids`."""
+        indices = tokens - self.codes.start
         if self.row_end is None:
-            return columns
-        return columns + (tokens == self.row_end) * (self.codes.stop - self.row_end)
+            return indices
+        return indices + (tokens == self.row_end) * (self.codes.stop - self.row_end)
 
     def neighbour(self, steps: Any, rows: int, cols: int) -> tuple[Any, Any]:
         """Step of the cell `rows` below and `cols` right of each step, and whether the grid has it. Elementwise."""
@@ -109,7 +109,7 @@ class Layout:
         return self.start + row * self.row_stride + col, inside
 
     def grid(self, tokens: Any) -> Any:
-        """The code grid (..., height, width) of whole sequences of `steps` tokens (numpy or torch)."""
+        """The code grid (..., height, width) of whole sequences (..., steps) of tokens (numpy or torch)."""
         if tokens.shape[-1] != self.steps:
             raise ConfigError(f"{tokens.shape[-1]} tokens are not one image; this layout has {self.steps}.")
         raster = tokens[..., self.start : self.start + self.row_stride * self.height]

@@ -1,6 +1,6 @@
-"""TreePlan: how large a tree to draft. What policies return, and the key of everything that depends on shapes.
+"""TreePlan: the size or shape of the tree to draft. Policies return plans, CUDA graphs and caches are keyed by them.
 
-No torch here: policies are plain functions of plain records.
+No torch: policies are plain functions of plain records.
 """
 
 from __future__ import annotations
@@ -12,38 +12,37 @@ from dataclasses import dataclass
 
 from underdraw.errors import ConfigError
 
-MAX_NODES = 128  # of one tree, the root included: the room that every cache keeps free for it
-MAX_EXPANDED = 256  # nodes that a drafter may be asked to expand for one tree
-BUCKET_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes that passes of fixed size are padded to
+MAX_NODES = 128  # of one tree, the root included: every KV cache keeps this many slots free
+MAX_EXPANDED = 256  # nodes of one tree that a drafter expands
+BUCKET_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # tree sizes that captured passes are padded to
 
 
-def bucket_size(count: int) -> int:
-    """The smallest of SIZES that holds so many nodes."""
-    return next(size for size in BUCKET_SIZES if size >= count)
+def bucket_size(nodes: int) -> int:
+    """The smallest of `BUCKET_SIZES` that holds so many nodes."""
+    return next(size for size in BUCKET_SIZES if size >= nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class TreePlan:
-    """A tree of at most `nodes` nodes, the root included, that reaches `depth` levels below the root.
+    """A tree of at most `nodes` nodes, the root included, with `depth` levels below the root.
 
-    `width` nodes of each level are expanded, each into `branch` children; where that makes fewer than `nodes`, `nodes`
-    becomes what it makes. With a `shape` (the parent of every node,
-    -1 for the root, siblings in order of rank) the tree is exactly that one, whatever the drafter thinks. With a
-    `min_probability`, nodes whose chance of being accepted is smaller are left out, and growth ends when none is left;
-    finding that out waits for the device at every level, so it is for CPUs.
+    Per level, the best `width` nodes are expanded into `branch` children each. With a `shape` (the parent of every
+    node, -1 for the root, siblings in order of rank) the tree has exactly this shape, whatever the drafter's scores.
+    With a `min_probability`, nodes with a smaller acceptance probability are dropped and growth stops when none is
+    left; this check synchronises host and device at every level, so it is meant for CPUs.
     """
 
     depth: int
     width: int
     branch: int
-    nodes: int
+    nodes: int  # lowered to what the levels can hold
     shape: tuple[int, ...] | None = None
     min_probability: float = 0.0
 
     def __post_init__(self) -> None:
         if self.depth < 0 or self.width < 1 or self.branch < 1:
             raise ConfigError(
-                f"a tree of depth {self.depth}, width {self.width} and branch {self.branch} cannot be grown; "
+                f"a tree of depth {self.depth}, width {self.width} and branch {self.branch} is impossible; "
                 "depth must be at least 0, width and branch at least 1."
             )
         if self.nodes < self.depth + 1:
@@ -51,37 +50,37 @@ class TreePlan:
                 f"{self.nodes} nodes cannot reach depth {self.depth}; use at least {self.depth + 1} or less depth."
             )
         if self.nodes > MAX_NODES:
-            raise ConfigError(f"a tree of {self.nodes} nodes is too large; a pass checks at most {MAX_NODES}.")
+            raise ConfigError(f"a tree of {self.nodes} nodes is too large; a pass verifies at most {MAX_NODES}.")
         if not 0 <= self.min_probability < 1:
-            raise ConfigError(f"min_probability {self.min_probability} is a chance and must lie in [0, 1).")
+            raise ConfigError(f"min_probability {self.min_probability} must lie in [0, 1).")
         if self.depth * self.width > MAX_EXPANDED:
             raise ConfigError(
-                f"depth {self.depth} times width {self.width} is more than a drafter expands, {MAX_EXPANDED} nodes; "
+                f"depth {self.depth} times width {self.width} exceeds the {MAX_EXPANDED} nodes that a drafter expands; "
                 "use less of either."
             )
         if self.shape is None:
-            object.__setattr__(self, "nodes", min(self.nodes, sum(self._levels())))
+            object.__setattr__(self, "nodes", min(self.nodes, sum(self._level_sizes())))
 
     @classmethod
-    def of(cls, shape: Sequence[int]) -> TreePlan:
-        """The plan of a fixed shape."""
-        given = TreeShape.of(tuple(shape))
-        parents = _by_level(list(given.parents), list(given.depths))
-        known = TreeShape.of(parents)
-        width = max((len({parents[n] for n in level}) for level in known.levels[1:]), default=1)
-        return cls(len(known.levels) - 1, width, max(known.ranks) + 1, len(parents), parents)
+    def from_shape(cls, parents: Sequence[int]) -> TreePlan:
+        """The plan of a fixed shape; its nodes are renumbered level by level."""
+        unordered = TreeShape.from_parents(tuple(parents))
+        parents = _renumber_by_level(list(unordered.parents), list(unordered.depths))
+        shape = TreeShape.from_parents(parents)
+        width = max((len({parents[n] for n in level}) for level in shape.levels[1:]), default=1)
+        return cls(len(shape.levels) - 1, width, max(shape.ranks) + 1, len(parents), parents)
 
     @property
     def levels(self) -> int:
-        """How many levels the drafter is asked for; with a min_probability one more, in which nothing was left."""
+        """Number of levels that the drafter computes; with a `min_probability` the last one turns out empty."""
         return self.depth + bool(self.min_probability)
 
     @property
     def expanded(self) -> int:
-        """How many nodes the drafter is asked to expand; of a tree with a min_probability at most its own."""
+        """Number of nodes that the drafter expands; with a `min_probability` an upper bound."""
         if self.shape is not None:
             return len(set(self.shape)) - 1
-        count = sum(min(count, self.width) for count in self._levels()[:-1])
+        count = sum(min(size, self.width) for size in self._level_sizes()[:-1])
         return min(max(count, 1), self.nodes) if self.min_probability else count
 
     def truncate(self, depth: int) -> TreePlan:
@@ -89,19 +88,12 @@ class TreePlan:
         if depth >= self.depth:
             return self
         if self.shape is not None:
-            depths = TreeShape.of(self.shape).depths
-            return TreePlan.of([p for p, d in zip(self.shape, depths, strict=True) if d <= depth])
+            depths = TreeShape.from_parents(self.shape).depths
+            return TreePlan.from_shape([p for p, d in zip(self.shape, depths, strict=True) if d <= depth])
         return TreePlan(depth, self.width, self.branch, self.nodes, min_probability=self.min_probability)
 
-    def _levels(self) -> list[int]:
-        """How many nodes each level may have, from the root's down."""
-        counts = [1]
-        for _ in range(self.depth):
-            counts.append(min(counts[-1], self.width) * self.branch)
-        return counts
-
     def bucketed(self) -> TreePlan:
-        """A plan that holds this one, out of few: what captured passes are made for. Depth stays, since levels cost."""
+        """A plan at least as large, one of few: CUDA graphs are captured for these. Depth stays, since levels cost."""
         if self.shape is not None or self.depth == 0:
             return self
         width, branch = (count if count < 3 else -(-count // 4) * 4 for count in (self.width, self.branch))
@@ -109,79 +101,110 @@ class TreePlan:
         return TreePlan(self.depth, width, branch, bucket_size(self.nodes), min_probability=self.min_probability)
 
     def with_fixed_shape(self) -> TreePlan:
-        """A plan of the same size with a fixed shape, for proposals that may not look before they choose."""
-        return (
-            self if self.shape is not None else TreePlan.of(_balanced(self.depth, self.width, self.branch, self.nodes))
-        )
+        """A plan of the same size with a fixed shape, for proposals whose shape must not depend on drafted tokens."""
+        if self.shape is not None:
+            return self
+        return TreePlan.from_shape(_balanced_shape(self.depth, self.width, self.branch, self.nodes))
+
+    def _level_sizes(self) -> list[int]:
+        """The most nodes that each level can have, from the root's down."""
+        sizes = [1]
+        for _ in range(self.depth):
+            sizes.append(min(sizes[-1], self.width) * self.branch)
+        return sizes
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """What follows from a tuple of parents: the depth of each node, its rank among its siblings, and the levels."""
+    """A tree given by the parent of every node, with what follows from it."""
 
     parents: tuple[int, ...]
     depths: tuple[int, ...]
-    ranks: tuple[int, ...]
-    levels: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]  # order among siblings
+    levels: tuple[tuple[int, ...], ...]  # nodes of each depth
 
     @classmethod
     @functools.lru_cache(maxsize=256)
-    def of(cls, parents: tuple[int, ...]) -> TreeShape:
+    def from_parents(cls, parents: tuple[int, ...]) -> TreeShape:
         if not parents or parents[0] != -1:
             raise ConfigError("a tree shape starts with its root, whose parent is -1.")
-        depths, ranks, seen = [0], [0], dict.fromkeys(range(len(parents)), 0)
+        depths, ranks, num_children = [0], [0], [0] * len(parents)
         for node, parent in enumerate(parents[1:], start=1):
             if not 0 <= parent < node:
                 raise ConfigError(
                     f"node {node} of the tree shape has parent {parent}; a parent comes before its children."
                 )
             depths.append(depths[parent] + 1)
-            ranks.append(seen[parent])
-            seen[parent] += 1
+            ranks.append(num_children[parent])
+            num_children[parent] += 1
         levels = tuple(tuple(n for n, d in enumerate(depths) if d == depth) for depth in range(max(depths) + 1))
         return cls(parents, tuple(depths), tuple(ranks), levels)
 
 
+def covering_plan(plans: Sequence[TreePlan]) -> TreePlan:
+    """The smallest plan that holds the plans of all images of a batch."""
+    first = plans[0]
+    if all(plan == first for plan in plans):
+        return first
+    if any(plan.shape is not None for plan in plans):
+        largest = max(plans, key=lambda plan: plan.nodes)
+        if any(plan != largest.truncate(plan.depth) for plan in plans):
+            raise ConfigError(
+                "the images of one batch must share one tree shape; use a policy without shapes or batch size 1."
+            )
+        return largest
+    return TreePlan(
+        max(p.depth for p in plans),
+        max(p.width for p in plans),
+        max(p.branch for p in plans),
+        max(p.nodes for p in plans),
+        min_probability=min((p.min_probability for p in plans if p.depth), default=0.0),
+    )
+
+
 @functools.lru_cache(maxsize=256)
-def _balanced(depth: int, width: int, branch: int, nodes: int) -> tuple[int, ...]:
-    """Best-first growth under a guess of how often each rank is accepted: half of what is left, or more of it, so that
-    the tree reaches its depth.
+def _balanced_shape(depth: int, width: int, branch: int, nodes: int) -> tuple[int, ...]:
+    """The best shape if every child were accepted with the same probability, given that its elder siblings were not.
+
+    The probability is 0.5, or the smallest larger one with which the tree reaches its depth.
     """
-    for guess in (0.5, 0.6, 0.7, 0.8, 0.9, 0.99):
-        parents, depths = _grown(depth, width, branch, nodes, guess)
+    for probability in (0.5, 0.6, 0.7, 0.8, 0.9, 0.99):
+        parents, depths = _grow_best_first(depth, width, branch, nodes, probability)
         if max(depths) == depth:
             break
-    return _by_level(parents, depths)
+    return _renumber_by_level(parents, depths)
 
 
-def _grown(depth: int, width: int, branch: int, nodes: int, guess: float) -> tuple[list[int], list[int]]:
-    """Parents and depths of the nodes in order of growth."""
-    parents, depths, children = [-1], [0], [0]
-    open_levels = [0] * (depth + 1)  # expanded nodes a level
-    heap = [(-guess, 0, 0)] if depth else []  # (-chance of the next child, tie-break, parent)
-    chances = [1.0]
-    while heap and len(parents) < nodes:
-        chance, _, parent = heapq.heappop(heap)
-        if children[parent] == 0:
-            if open_levels[depths[parent]] == width:
+def _grow_best_first(
+    depth: int, width: int, branch: int, nodes: int, probability: float
+) -> tuple[list[int], list[int]]:
+    """Parents and depths of the nodes, most probable first."""
+    parents, depths, num_children = [-1], [0], [0]
+    path_probability = [1.0]
+    num_expanded = [0] * (depth + 1)  # nodes with children in each level
+    candidates = [(-probability, 0, 0)] if depth else []  # (-path probability of the next child, tie-break, parent)
+    while candidates and len(parents) < nodes:
+        negative, _, parent = heapq.heappop(candidates)
+        if num_children[parent] == 0:
+            if num_expanded[depths[parent]] == width:
                 continue
-            open_levels[depths[parent]] += 1
+            num_expanded[depths[parent]] += 1
         node = len(parents)
         parents.append(parent)
         depths.append(depths[parent] + 1)
-        children.append(0)
-        chances.append(-chance)
-        children[parent] += 1
-        if children[parent] < branch:
-            chance = chances[parent] * guess * (1 - guess) ** children[parent]
-            heapq.heappush(heap, (-chance, node * 2, parent))
+        num_children.append(0)
+        path_probability.append(-negative)
+        num_children[parent] += 1
+        if num_children[parent] < branch:
+            sibling = path_probability[parent] * probability * (1 - probability) ** num_children[parent]
+            heapq.heappush(candidates, (-sibling, node * 2, parent))
         if depths[node] < depth:
-            heapq.heappush(heap, (-chances[node] * guess, node * 2 + 1, node))
+            heapq.heappush(candidates, (-path_probability[node] * probability, node * 2 + 1, node))
     return parents, depths
 
 
-def _by_level(parents: list[int], depths: list[int]) -> tuple[int, ...]:
-    """The same tree with its nodes renumbered level by level."""
+def _renumber_by_level(parents: list[int], depths: list[int]) -> tuple[int, ...]:
+    """Parents of the same tree with its nodes in level order."""
     order = sorted(range(len(parents)), key=lambda n: (depths[n], n))
-    place = {old: new for new, old in enumerate(order)}
-    return tuple(-1 if parents[n] < 0 else place[parents[n]] for n in order)
+    new_index = {old: new for new, old in enumerate(order)}
+    return tuple(-1 if parents[n] < 0 else new_index[parents[n]] for n in order)

@@ -1,11 +1,15 @@
-"""The sampler: the only owner of randomness.
+"""The sampler, the only source of randomness.
 
-A token is drawn as `argmax(filtered logits / temperature + g)`, where g is Gumbel noise computed from (seed, step,
-code) by a counter-based hash. Nothing is stored and nothing advances, so any node of any tree, in any batch row, on
-any device, sees the noise that plain autoregression would see at that step. At temperature 0 there is no noise.
+A token is sampled as `argmax(filtered logits / temperature + g)` with Gumbel noise g that a counter-based hash computes
+from (seed, step, code). There is no generator state to store or advance: every node of every tree, in any batch row,
+on any device, sees the noise that plain autoregressive decoding would see at that step. At temperature 0 there is no
+noise.
 
-`Sampler` holds the settings of one decode; `NoiseWindow` is its share for one target pass: the noise of the next few
-steps, which drafting and verification read together.
+`Sampler` holds the sampling settings of a batch; `NoiseWindow` holds the noise of the steps that one pass can reach,
+shared by drafting and verification.
+
+Shapes: B images, S steps, N nodes, W nodes of one tree level, K image codes, V vocabulary indices (K, and one for the
+row end).
 """
 
 from __future__ import annotations
@@ -25,32 +29,32 @@ from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 
 NoiseStream = Literal["target", "draft", "accept"]
-_STREAMS: dict[NoiseStream, int] = {"target": 0, "draft": 1, "accept": 2}
-_HEIGHT = 32  # rows that `best` folds a row of scores into; a power of 2
-_BLOCK = 64  # columns that `argmax_first` looks at together
-_AHEAD = 16  # steps whose noise is drawn together
-_CHUNK = 16  # nodes whose scores stay in a processor's cache
-_SHORT = 2**14  # columns that one processor of a GPU holds at once
-_FEW = 16  # best scores that are looked for one after the other
-_TOGETHER = 2**22  # numbers of noise that are drawn together when all of it is
-_TESTS = 32  # accept tests a step that are drawn ahead
-AHEAD = 2**29  # bytes of noise that may be drawn ahead
-# The additive constant and multipliers of the splitmix64 generator, as signed 64-bit integers.
-_GAMMA, _MULTIPLY_1, _MULTIPLY_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
+_STREAM_IDS: dict[NoiseStream, int] = {"target": 0, "draft": 1, "accept": 2}
+MAX_TABLE_BYTES = 2**29  # of precomputed noise per stream
+_TABLE_CHUNK = 2**22  # noise values computed at once for such a table
+_TABLE_UNIFORMS = 32  # uniform numbers per step in such a table
+_WINDOW_CHUNK = 16  # steps by which a noise window grows at least
+_SAMPLE_CHUNK = 16  # nodes whose scores fit into a CPU core's cache
+_FOLD_ROWS = 32  # rows that `fast_topk` folds a row of scores into; a power of 2
+_ARGMAX_BLOCK = 64  # scores per block in `argmax_first`
+_KERNEL_MAX_VOCAB = 2**14  # longest row that the Triton kernels hold in one program
+_KERNEL_MAX_K = 16  # most values that the Triton top-k kernel selects
+# Increment and multipliers of the splitmix64 generator, as signed 64-bit integers.
+_GAMMA, _MULTIPLIER_1, _MULTIPLIER_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 def _mix(state: Tensor) -> Tensor:
-    """Scramble 64-bit states in place; shifts are made logical by masking off the sign's copies."""
+    """Mix 64-bit states in place. The masks clear the copies of the sign bit, which makes the shifts logical."""
     state ^= (state >> 30) & 0x3FFFFFFFF
-    state *= _MULTIPLY_1
+    state *= _MULTIPLIER_1
     state ^= (state >> 27) & 0x1FFFFFFFFF
-    state *= _MULTIPLY_2
+    state *= _MULTIPLIER_2
     return state
 
 
 def _uniform(seeds: Tensor, steps: Tensor, count: int, stream: NoiseStream) -> Tensor:
     """Uniform numbers in (0, 1) with 32 random bits, float64: (B,), (B, S) -> (B, S, count)."""
-    key = _mix(seeds * 3 + _STREAMS[stream] + _GAMMA)[:, None]  # (B, 1)
+    key = _mix(seeds * 3 + _STREAM_IDS[stream] + _GAMMA)[:, None]  # (B, 1)
     key = _mix((key ^ ((key >> 31) & 0x1FFFFFFFF)) + (steps + 1) * _GAMMA)  # (B, S)
     key = key ^ ((key >> 31) & 0x1FFFFFFFF)
     codes = torch.arange(1, count + 1, device=steps.device) * _GAMMA  # (count,)
@@ -62,8 +66,7 @@ def _uniform(seeds: Tensor, steps: Tensor, count: int, stream: NoiseStream) -> T
 def gumbel(seeds: Tensor, steps: Tensor, count: int, stream: NoiseStream = "target") -> Tensor:
     """Standard Gumbel noise of codes 0..count-1 at each step, float32: (B,), (B, S) -> (B, S, count).
 
-    The logarithms are taken in float64: the result then has full precision in both tails and the same float32 value
-    on every device.
+    Logarithms are taken in float64: both tails keep full precision and every device gets the same float32 value.
     """
     exponential = _uniform(seeds, steps, count, stream).neg_().log1p_().neg_()
     return exponential.log_().neg_().float()
@@ -82,7 +85,7 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 
 
 class Sampler:
-    """Temperature, filters and seeds of a batch of B images of one layout."""
+    """Temperature, filters and seeds of a batch of B images with one layout."""
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class Sampler:
     ) -> None:
         check_sampling(temperature, top_k, top_p)
         if not seeds:
-            raise ConfigError("no seeds were given; a batch needs one seed per image.")
+            raise ConfigError("there are no seeds; a batch needs one seed per image.")
         if any(seed != int(seed) or not 0 <= seed < 2**62 for seed in seeds):
             raise ConfigError(f"seeds {list(seeds)} must be whole numbers from 0 to 2**62 - 1.")
         self.layout = layout
@@ -104,44 +107,44 @@ class Sampler:
         self.top_k = top_k if top_k < len(layout.codes) else 0
         self.top_p = float(top_p)
         self.seeds = torch.tensor(list(seeds), dtype=torch.int64, device=device)  # (B,)
-        self.ahead: dict[
-            NoiseStream, Tensor
-        ] = {}  # (B, steps, columns) the noise of every step, see `precompute_noise`
+        self.noise_tables: dict[NoiseStream, Tensor] = {}  # (B, steps, V or uniform numbers), see `precompute_noise`
 
     def copy(self) -> Sampler:
-        """The same settings with seeds of its own."""
+        """A sampler with the same settings, a copy of the seeds and no precomputed noise."""
         other = copy.copy(self)
-        other.seeds, other.ahead = self.seeds.clone(), {}
+        other.seeds, other.noise_tables = self.seeds.clone(), {}
         return other
 
     def precompute_noise(self, seeds: Tensor, streams: Sequence[NoiseStream] = ("target",)) -> None:
-        """Go on with other seeds, and draw all of their noise now, if it is not too much to be kept.
+        """Switch to other seeds and compute the noise of all their steps, where the tables are not too large.
 
-        Drawing takes dozens of operations, and a GPU has to begin each of them; looking it up takes one.
+        Computing noise takes dozens of kernel launches, a table lookup takes one. The tables keep their memory, so
+        CUDA graphs may read them.
         """
         self.seeds.copy_(seeds)
         layout = self.layout
-        order = torch.arange(layout.steps, device=self.device).expand(len(self), -1)
+        all_steps = torch.arange(layout.steps, device=self.device).expand(len(self), -1)
         for stream in streams:
-            draw, width = (_uniform, _TESTS) if stream == "accept" else (gumbel, layout.vocab_size)
-            if (self.greedy and stream != "accept") or 4 * order.numel() * width > AHEAD:
+            compute, width = (_uniform, _TABLE_UNIFORMS) if stream == "accept" else (gumbel, layout.vocab_size)
+            if (self.is_greedy and stream != "accept") or 4 * all_steps.numel() * width > MAX_TABLE_BYTES:
                 continue
-            if stream not in self.ahead:
+            if stream not in self.noise_tables:
                 dtype = torch.float64 if stream == "accept" else torch.float32
-                self.ahead[stream] = torch.empty(*order.shape, width, dtype=dtype, device=self.device)
-            count = max(1, _TOGETHER // (len(self) * width))
-            for part, steps in zip(self.ahead[stream].split(count, dim=1), order.split(count, dim=1), strict=True):
-                part.copy_(draw(self.seeds, steps, width, stream))
+                self.noise_tables[stream] = torch.empty(*all_steps.shape, width, dtype=dtype, device=self.device)
+            chunk = max(1, _TABLE_CHUNK // (len(self) * width))
+            tables = self.noise_tables[stream].split(chunk, dim=1)
+            for table, steps in zip(tables, all_steps.split(chunk, dim=1), strict=True):
+                table.copy_(compute(self.seeds, steps, width, stream))
 
-    def precomputed_noise(self, stream: NoiseStream, steps: Tensor) -> Tensor:
-        """What was drawn ahead for steps (B, S), those past the last one as the last: (B, S, columns)."""
-        table = self.ahead[stream]
-        place = steps.clamp(0, self.layout.steps - 1)  # what lies behind is never chosen
-        place = place + torch.arange(0, table.shape[0] * table.shape[1], table.shape[1], device=steps.device)[:, None]
-        return table.flatten(0, 1).index_select(0, place.flatten()).view(*steps.shape, -1)
+    def lookup_noise(self, stream: NoiseStream, steps: Tensor) -> Tensor:
+        """Precomputed noise of steps (B, S): (B, S, V). Steps after the last one get its noise; nothing reads it."""
+        table = self.noise_tables[stream]
+        row = steps.clamp(0, self.layout.steps - 1)
+        row = row + torch.arange(0, table.shape[0] * table.shape[1], table.shape[1], device=steps.device)[:, None]
+        return table.flatten(0, 1).index_select(0, row.flatten()).view(*steps.shape, -1)
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         return self.temperature == 0
 
     @property
@@ -152,162 +155,168 @@ class Sampler:
         return self.seeds.shape[0]
 
     def noise_window(
-        self, roots: Tensor, reach: int, before: NoiseWindow | None = None, moved: int | None = None
+        self, roots: Tensor, reach: int, previous: NoiseWindow | None = None, advanced: int | None = None
     ) -> NoiseWindow:
-        """The noise for the `reach` steps that follow each root: (B,) steps of the roots.
+        """The noise of the `reach` steps after each root (B,).
 
-        If every root stands `moved` steps after the ones of the draws `before`, their common steps are not drawn
-        again. It only saves time: noise is a function of the step.
+        If every root is `advanced` steps after the roots of the window `previous`, the noise that both share is reused.
         """
         steps = roots[:, None] + torch.arange(1, reach + 1, device=roots.device)  # (B, reach)
-        if self.greedy:
+        if self.is_greedy:
             return NoiseWindow(self, steps, None)
-        if "target" in self.ahead:
-            return NoiseWindow(self, steps, self.precomputed_noise("target", steps))
-        if before is None or before.noise is None or moved is None:
+        if "target" in self.noise_tables:
+            return NoiseWindow(self, steps, self.lookup_noise("target", steps))
+        if previous is None or previous.noise is None or advanced is None:
             return NoiseWindow(self, steps, gumbel(self.seeds, steps, self.layout.vocab_size))
-        noise = before.noise[:, moved:]
+        noise = previous.noise[:, advanced:]
         missing = reach - noise.shape[1]
-        if missing > 0:  # some more than needed: drawing a row costs less than asking for it
-            ahead = steps[:, -missing, None] + torch.arange(max(missing, _AHEAD), device=roots.device)
-            noise = torch.cat([noise, gumbel(self.seeds, ahead, self.layout.vocab_size)], dim=1)
+        if missing > 0:  # more than is missing: another step costs less than another call
+            added = steps[:, -missing, None] + torch.arange(max(missing, _WINDOW_CHUNK), device=roots.device)
+            noise = torch.cat([noise, gumbel(self.seeds, added, self.layout.vocab_size)], dim=1)
         return NoiseWindow(self, steps, noise.contiguous())
 
     def random_tokens(self, steps: Tensor) -> Tensor:
-        """A uniform random code for each step of each image, as a token: (B, S) steps -> (B, S)."""
+        """Token ids of uniformly random codes for steps (B, S): (B, S)."""
         code = _uniform(self.seeds, steps, 1, "draft")[..., 0] * len(self.layout.codes)
         return self.layout.token_ids(code.long())
 
-    def filtered(self, logits: Tensor) -> Tensor:
-        """Logits over temperature, with what the filters cut at -inf: (..., K).
+    def filter_logits(self, logits: Tensor) -> Tensor:
+        """Logits (..., K) divided by the temperature, with -inf where top-k, then top-p, cuts.
 
-        Filters see the logits over temperature, top-k before top-p; top-k keeps ties with the k-th value.
+        Top-k keeps all ties with the k-th value.
         """
-        if self.greedy:
+        if self.is_greedy:
             return logits
         scaled = logits if self.temperature == 1 else logits * (1 / self.temperature)
         if self.top_k:
             scaled = topk_filter(scaled, self.top_k)
         if self.top_p < 1:
-            ordered, order = scaled.sort(dim=-1, descending=True)
-            chance = ordered.softmax(-1)
-            late = chance.cumsum(-1) - chance >= self.top_p
-            scaled = scaled.masked_fill(torch.zeros_like(late).scatter(-1, order, late), -torch.inf)
+            descending, order = scaled.sort(dim=-1, descending=True)
+            probs = descending.softmax(-1)
+            is_cut = probs.cumsum(-1) - probs >= self.top_p
+            scaled = scaled.masked_fill(torch.zeros_like(is_cut).scatter(-1, order, is_cut), -torch.inf)
         return scaled
 
-    def forced(self, scaled: Tensor, forced: Tensor) -> Tensor:
-        """With a column for the row end, the only finite one at forced steps: (..., K), (...) -> (..., columns)."""
-        row_end = torch.where(forced, 0.0, -torch.inf)[..., None].to(scaled.dtype)
-        return torch.cat([scaled.masked_fill(forced[..., None], -torch.inf), row_end], dim=-1)
+    def append_row_end(self, logits: Tensor, is_row_end: Tensor) -> Tensor:
+        """Add the row end to the vocabulary, certain where it is forced and impossible elsewhere.
+
+        (..., K), (...) -> (..., V)
+        """
+        row_end = torch.where(is_row_end, 0.0, -torch.inf)[..., None].to(logits.dtype)
+        return torch.cat([logits.masked_fill(is_row_end[..., None], -torch.inf), row_end], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseWindow:
-    """The noise of the steps that one tree can reach, and maybe of some more: row d - 1 belongs to depth d."""
+    """The target's noise for the steps that one tree can reach; entry d - 1 belongs to depth d."""
 
     sampler: Sampler
     steps: Tensor  # (B, reach)
-    noise: Tensor | None  # (B, >= reach, columns), None when greedy
+    noise: Tensor | None  # (B, >= reach, V); None when greedy
 
     def scores(self, logits: Tensor, depths: Tensor) -> Tensor:
-        """Scores whose argmax is the sample: logits (B, N, K) of nodes that choose a token of depth `depths` (B, N).
+        """Filtered logits plus noise, whose argmax is the sample: (B, N, K) -> (B, N, V).
 
-        Depths outside the reach belong to padding; their rows hold numbers that nobody reads.
+        `depths` (B, N) are the depths of the sampled tokens; rows outside the reach are padding.
         """
-        scaled = self.scaled(logits, depths)
+        filtered = self.filtered_logits(logits, depths)
         if self.noise is None:
-            return scaled
-        batch, drawn, columns = self.noise.shape
-        row = (depths - 1).clamp(0, drawn - 1) + torch.arange(0, batch * drawn, drawn, device=depths.device)[:, None]
-        return self.noise.view(-1, columns).index_select(0, row.flatten()).view_as(scaled).add_(scaled)
+            return filtered
+        batch, length, vocab = self.noise.shape
+        row = (depths - 1).clamp(0, length - 1) + torch.arange(0, batch * length, length, device=depths.device)[:, None]
+        return self.noise.view(-1, vocab).index_select(0, row.flatten()).view_as(filtered).add_(filtered)
 
-    def choose(self, logits: Tensor, depths: Tensor) -> Tensor:
-        """The columns that the target chooses: argmax of `scores`, (B, N, K), (B, N) -> (B, N)."""
-        size = _CHUNK if logits.device.type == "cpu" else logits.shape[1]
-        parts = zip(logits.split(size, dim=1), depths.split(size, dim=1), strict=True)
-        return torch.cat([argmax_first(self.scores(*part)) for part in parts], dim=1)
+    def sample(self, logits: Tensor, depths: Tensor) -> Tensor:
+        """Sampled vocabulary indices, the argmax of `scores`: (B, N, K), (B, N) -> (B, N)."""
+        size = _SAMPLE_CHUNK if logits.device.type == "cpu" else logits.shape[1]
+        chunks = zip(logits.split(size, dim=1), depths.split(size, dim=1), strict=True)
+        return torch.cat([argmax_first(self.scores(*chunk)) for chunk in chunks], dim=1)
 
-    def scaled(self, logits: Tensor, depths: Tensor) -> Tensor:
-        """The same without noise: log-probabilities up to a constant. (B, N, K), (B, N) -> (B, N, columns)."""
+    def filtered_logits(self, logits: Tensor, depths: Tensor) -> Tensor:
+        """`scores` without noise: log-probabilities up to a constant, (B, N, K), (B, N) -> (B, N, V)."""
         layout = self.sampler.layout
+        filtered = self.sampler.filter_logits(logits)
         if layout.row_end is None:
-            return self.sampler.filtered(logits)
-        row = (depths - 1).clamp(0, self.steps.shape[1] - 1)
-        return self.sampler.forced(self.sampler.filtered(logits), layout.is_row_end(self.steps.gather(1, row)))
+            return filtered
+        index = (depths - 1).clamp(0, self.steps.shape[1] - 1)
+        return self.sampler.append_row_end(filtered, layout.is_row_end(self.steps.gather(1, index)))
 
     def level_scores(self, logits: Tensor, depth: int) -> Tensor:
-        """`scores` of nodes that all choose a token of one depth: (B, W, K) -> (B, W, columns)."""
-        scaled = self.level_scaled(logits, depth)
-        return scaled if self.noise is None else scaled + self.noise[:, depth - 1, None]
+        """`scores` for tokens of one depth: (B, W, K) -> (B, W, V)."""
+        filtered = self.level_filtered_logits(logits, depth)
+        return filtered if self.noise is None else filtered + self.noise[:, depth - 1, None]
 
-    def level_scaled(self, logits: Tensor, depth: int) -> Tensor:
-        """`scaled` of nodes that all choose a token of one depth."""
+    def level_filtered_logits(self, logits: Tensor, depth: int) -> Tensor:
+        """`filtered_logits` for tokens of one depth: (B, W, K) -> (B, W, V)."""
         layout = self.sampler.layout
+        filtered = self.sampler.filter_logits(logits)
         if layout.row_end is None:
-            return self.sampler.filtered(logits)
-        forced = layout.is_row_end(self.steps[:, depth - 1, None]).expand(logits.shape[:2])
-        return self.sampler.forced(self.sampler.filtered(logits), forced)
+            return filtered
+        is_row_end = layout.is_row_end(self.steps[:, depth - 1, None]).expand(logits.shape[:2])
+        return self.sampler.append_row_end(filtered, is_row_end)
 
-    def gumbel(self, stream: NoiseStream, again: int | Tensor = 0) -> Tensor:
-        """Noise of another stream for the same steps: (B, reach, columns); `again` counts draws for one step."""
-        layout, own = self.sampler.layout, self.sampler
-        if stream in own.ahead and isinstance(again, int) and not again:
-            return own.precomputed_noise(stream, self.steps)
-        return gumbel(own.seeds, self.steps + again * layout.steps, layout.vocab_size, stream)
+    def gumbel(self, stream: NoiseStream, redraw: int | Tensor = 0) -> Tensor:
+        """Noise of another stream for the same steps: (B, reach, V). Each `redraw` gives new noise."""
+        sampler = self.sampler
+        if stream in sampler.noise_tables and isinstance(redraw, int) and not redraw:
+            return sampler.lookup_noise(stream, self.steps)
+        steps = self.steps + redraw * sampler.layout.steps
+        return gumbel(sampler.seeds, steps, sampler.layout.vocab_size, stream)
 
     def uniform(self, count: int) -> Tensor:
-        """Numbers in (0, 1) for accept tests, `count` a step: (B, reach, count) float64."""
-        if "accept" in self.sampler.ahead and count <= _TESTS:
-            return self.sampler.precomputed_noise("accept", self.steps)[..., :count]
+        """`count` uniform numbers in (0, 1) per step for acceptance tests: (B, reach, count) float64."""
+        if "accept" in self.sampler.noise_tables and count <= _TABLE_UNIFORMS:
+            return self.sampler.lookup_noise("accept", self.steps)[..., :count]
         return _uniform(self.sampler.seeds, self.steps, count, "accept")
 
 
 def argmax_first(scores: Tensor) -> Tensor:
-    """The column of the best score of each row, the first of equals: `argmax`, on a CPU faster on long rows."""
-    if not scores.is_cpu or scores.shape[-1] % _BLOCK or scores.shape[-1] < 8 * _BLOCK:
+    """`argmax` over the last dimension, the first of ties; faster than torch's on long rows on a CPU."""
+    if not scores.is_cpu or scores.shape[-1] % _ARGMAX_BLOCK or scores.shape[-1] < 8 * _ARGMAX_BLOCK:
         return scores.argmax(-1)
-    blocks = scores.unflatten(-1, (-1, _BLOCK))
-    which = blocks.amax(-1).argmax(-1, keepdim=True)  # (..., 1)
-    block = blocks.gather(-2, which[..., None].expand(*which.shape, _BLOCK))[..., 0, :]
-    return which[..., 0] * _BLOCK + block.argmax(-1)
+    blocks = scores.unflatten(-1, (-1, _ARGMAX_BLOCK))
+    block_index = blocks.amax(-1).argmax(-1, keepdim=True)  # (..., 1)
+    block = blocks.gather(-2, block_index[..., None].expand(*block_index.shape, _ARGMAX_BLOCK))[..., 0, :]
+    return block_index[..., 0] * _ARGMAX_BLOCK + block.argmax(-1)
 
 
 @functools.cache
-def _triton() -> bool:
+def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _short(values: Tensor) -> bool:
-    """True for rows that a kernel of our own looks at as a whole."""
-    fits = values.dtype == torch.float32 and values.shape[-1] <= _SHORT
-    return fits and values.device.type == "cuda" and _triton()
+def _fits_kernel(values: Tensor) -> bool:
+    """Whether the Triton top-k kernels can take these rows."""
+    is_short = values.dtype == torch.float32 and values.shape[-1] <= _KERNEL_MAX_VOCAB
+    return is_short and values.device.type == "cuda" and _has_triton()
 
 
 def topk_filter(values: Tensor, k: int) -> Tensor:
-    """Values (..., K) with everything below the k-th largest number of a row at -inf."""
-    if _short(values):
-        from underdraw.kernels.topk import topk_filter as at_once
+    """Values (..., K) with -inf in place of everything below the k-th largest of the row."""
+    if _fits_kernel(values):
+        from underdraw.kernels.topk import topk_filter as topk_filter_kernel
 
-        return at_once(values, k)
+        return topk_filter_kernel(values, k)
     kth = values.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     return values.masked_fill(values < kth, -torch.inf)
 
 
-def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best scores of each row and their columns: as `topk`, several times faster on long rows.
+def fast_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest scores of each row and their indices, as `topk` but several times faster on long rows.
 
-    The best lie in the `count` stripes with the highest maxima; only those are looked at closely. Columns of -inf mean
-    nothing.
+    Folds a row into `_FOLD_ROWS` rows and takes the columns with the largest maxima: the largest scores are all in
+    these. The index of a score of -inf is arbitrary.
     """
-    if count <= _FEW and _short(scores):
+    if count <= _KERNEL_MAX_K and _fits_kernel(scores):
         from underdraw.kernels.topk import top
 
         return top(scores, count)
-    stripes, rest = divmod(scores.shape[-1], _HEIGHT)
-    if rest or stripes < 4 * count:
+    columns, rest = divmod(scores.shape[-1], _FOLD_ROWS)
+    if rest or columns < 4 * count:
         return scores.topk(count, dim=-1)
-    folded = scores.reshape(*scores.shape[:-1], _HEIGHT, stripes)
-    chosen = folded.amax(-2).topk(count, dim=-1).indices  # (..., count)
-    index = chosen[..., None].expand(*chosen.shape, _HEIGHT)
-    values, place = folded.transpose(-1, -2).gather(-2, index).flatten(-2).topk(count, dim=-1)
-    return values, (place & (_HEIGHT - 1)) * stripes + chosen.gather(-1, place >> _HEIGHT.bit_length() - 1)
+    folded = scores.reshape(*scores.shape[:-1], _FOLD_ROWS, columns)
+    chosen = folded.amax(-2).topk(count, dim=-1).indices  # (..., count) columns
+    index = chosen[..., None].expand(*chosen.shape, _FOLD_ROWS)
+    values, flat = folded.transpose(-1, -2).gather(-2, index).flatten(-2).topk(count, dim=-1)
+    row, column = flat & (_FOLD_ROWS - 1), chosen.gather(-1, flat >> _FOLD_ROWS.bit_length() - 1)
+    return values, row * columns + column

@@ -89,7 +89,7 @@ def _row_invariance_is_measured() -> None:
 def test_one_copy_a_pass(
     name: str, policy: str, verifier: str, token_stats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TreeWalk, "at_once", lambda on: True)  # as on a device
+    monkeypatch.setattr(TreeWalk, "uses_all_nodes", lambda on: True)  # as on a device
     copies = 0
     plain = torch.Tensor.tolist
 

@@ -31,7 +31,7 @@ from underdraw.verifiers.tree_walk import TreeWalk
 
 @pytest.fixture(autouse=True)
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TreeWalk, "at_once", lambda on: True)
+    monkeypatch.setattr(TreeWalk, "uses_all_nodes", lambda on: True)
 
 
 def graphs(**options: Any) -> GraphCache:

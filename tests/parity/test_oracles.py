@@ -128,7 +128,7 @@ def test_static_trees(shape: str, nodes: int, leaves: int) -> None:
     """Oracle 8: drafted nodes and leaves; the first path takes the first child at every level."""
     layout = Layout(8, 8, range(64))
     if shape == "chain":
-        plan = TreePlan.of([-1, 0, 1, 2, 3, 4])
+        plan = TreePlan.from_shape([-1, 0, 1, 2, 3, 4])
     else:
         plan = Static(shape=shape).plan(History(layout), 0)  # type: ignore[arg-type]
     assert plan.shape is not None

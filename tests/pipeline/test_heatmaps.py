@@ -59,7 +59,7 @@ def test_laws_are_those_that_are_drawn_from() -> None:
         patch.setattr(type(session), "forward", noted)
         options = {"guidance": 2.0, "histories": [history]}
         list(decode(of, Forced(), NoTree(), Exact(), toy.prompts(1), sampler, token_stats="keep", **options))  # type: ignore[arg-type]
-    law = torch.distributions.Categorical(logits=sampler.filtered(torch.stack(logits)).clamp(min=-1e9).double())
+    law = torch.distributions.Categorical(logits=sampler.filter_logits(torch.stack(logits)).clamp(min=-1e9).double())
     assert len(logits) == layout.cells
     assert np.allclose(history.grid("entropy").flatten(), law.entropy(), atol=1e-5)
     assert np.allclose(history.grid("top1").flatten(), law.probs.amax(-1), atol=1e-6)

@@ -152,7 +152,7 @@ def test_calibration_finds_what_made_the_errors() -> None:
     fitted = Calibration.fit(best, ranks)
     assert abs(fitted.slope - slope) < 0.2
     assert all(abs(bias) < 0.35 for bias in fitted.biases)
-    chance = fitted.log_chance(best, forcing=False).exp()
+    chance = fitted.log_acceptance_probability(best, has_forced_tokens=False).exp()
     for rank in range(3):
         assert abs(chance[:, rank].mean() - (ranks == rank).double().mean()) < 0.01
 
@@ -167,7 +167,7 @@ def test_chances_are_their_definition(calibration: Calibration, forcing: bool) -
     bias = torch.tensor([calibration.biases[min(rank, len(calibration.biases) - 1)] for rank in range(4)])
     weight = (bias + (scores - scores[:, :1]) * calibration.slope).exp().double()
     miss = torch.tensor([calibration.miss, calibration.miss, 0.0 if forcing else calibration.miss])
-    found = calibration.log_chance(scores, forcing=forcing)
+    found = calibration.log_acceptance_probability(scores, has_forced_tokens=forcing)
     torch.testing.assert_close(found.exp().double(), weight / (weight.sum(-1) + miss)[:, None], atol=1e-6, rtol=1e-5)
     assert torch.equal(found == -torch.inf, scores == -torch.inf) and bool((found <= 0).all())
 

@@ -117,9 +117,9 @@ BAD = [
     Bad("adjacency step", lambda: Adjacency(l_d=-1), ("l_d -1", "not be negative")),
     Bad("adjacency budget", lambda: Adjacency(nodes=10), ("10 nodes", "depth 10", "at least 11")),
     Bad("adjacency too large", lambda: Adjacency(d_max=40, nodes=60), ("depth 40", "width 12", "256")),
-    Bad("shape without root", lambda: TreePlan.of((0, 0)), ("root", "-1")),
-    Bad("empty shape", lambda: TreePlan.of(()), ("root", "-1")),
-    Bad("child before parent", lambda: TreePlan.of((-1, 2, 0)), ("node 1", "parent 2", "before its children")),
+    Bad("shape without root", lambda: TreePlan.from_shape((0, 0)), ("root", "-1")),
+    Bad("empty shape", lambda: TreePlan.from_shape(()), ("root", "-1")),
+    Bad("child before parent", lambda: TreePlan.from_shape((-1, 2, 0)), ("node 1", "parent 2", "before its children")),
     # Layouts.
     Bad("no height", lambda: Layout(0, 3, CODES), ("0 x 3", "at least 1")),
     Bad("negative width", lambda: Layout(3, -1, CODES), ("3 x -1", "at least 1")),

@@ -75,7 +75,7 @@ def test_guesses_are_what_the_target_chose_in_the_pass_before(told: bool, init: 
     tree = draft.draft(DraftRequest(root, steps, TreePlan(4, 1, 1, 5), noise_window))
     assert tree.tokens.tolist() == [[5] * 5, [9] * 5], "the neighbours of the first row lie to its left"
     output = session.forward(tree, steps)
-    chosen = layout.token_ids(noise_window.choose(output.logits, tree.depths + 1))
+    chosen = layout.token_ids(noise_window.sample(output.logits, tree.depths + 1))
     if told:
         chosen = (chosen - 3) % 12 + 4  # others than those that the drafter would find
     accepted_path = AcceptedPath(torch.zeros(2, 1, dtype=torch.int64), torch.zeros_like(root), chosen[:, 0])

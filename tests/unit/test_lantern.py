@@ -16,7 +16,7 @@ from underdraw.registry import policies
 from underdraw.sampling import NoiseWindow, Sampler
 from underdraw.tree import DraftTree, Proposal, grow_tree
 from underdraw.verifiers.exact import Exact
-from underdraw.verifiers.lantern import Lantern, nearest
+from underdraw.verifiers.lantern import Lantern, nearest_neighbours
 
 CODES = 6
 ROW_ENDS = Layout(2, 2, range(4, 4 + CODES), prologue=(1,), row_end=20, epilogue=(2,))
@@ -154,7 +154,7 @@ def test_nearest_tells_close_codes_apart() -> None:
 
 
 def check_nearest(codebook: Tensor, k: int) -> None:
-    found = nearest(codebook, k)
+    found = nearest_neighbours(codebook, k)
     count = len(codebook)
     assert found.shape == (count, min(k, count - 1))
     assert found.dtype == torch.int64

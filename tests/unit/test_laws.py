@@ -25,7 +25,7 @@ from underdraw.tree import AcceptedPath, DraftTree, Proposal
 from underdraw.verifiers.exact import Exact
 from underdraw.verifiers.lantern import Lantern
 from underdraw.verifiers.rejection import Rejection
-from underdraw.verifiers.rejection_sampling import target_laws
+from underdraw.verifiers.rejection_sampling import target_probs
 
 CODES = 6
 PLAIN = Layout(1, 4, range(4, 4 + CODES))
@@ -42,7 +42,7 @@ class Narrow:
     shape: tuple[int, ...] = (-1, 0, 0, 1, 1, 2, 3)
 
     def plan(self, history: object, step: int) -> TreePlan:
-        return TreePlan.of(self.shape)
+        return TreePlan.from_shape(self.shape)
 
 
 def p_value(images: np.ndarray, chances: np.ndarray) -> float:
@@ -158,7 +158,7 @@ def test_a_perfect_drafter_is_accepted_to_the_end(verifier: Any) -> None:
     accepted_path = verifier.verify(tree, logits, noise_window)
     assert accepted_path.length.tolist() == [3] * count
     assert accepted_path.path[:, :4].tolist() == [[0, 1, 2, 3]] * count
-    assert torch.equal(accepted_path.next_token, PLAIN.token_ids(noise_window.choose(logits, tree.depths + 1))[:, 3])
+    assert torch.equal(accepted_path.next_token, PLAIN.token_ids(noise_window.sample(logits, tree.depths + 1))[:, 3])
 
 
 @pytest.mark.parametrize(("verifier", "proposal"), [LEGAL[3], LEGAL[5]], ids=[LEGAL_IDS[3], LEGAL_IDS[5]])
@@ -193,7 +193,7 @@ class JudgedByQ:
     def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
         steps = noise_window.steps[:, :1] - 1 + tree.depths
         drafted = look_up(self.draft, noise_window.sampler.layout, tree.tokens, steps)
-        q = noise_window.scaled(drafted, tree.depths + 1).softmax(-1)
+        q = noise_window.filtered_logits(drafted, tree.depths + 1).softmax(-1)
         return Rejection().verify(replace(tree, q=q), logits, noise_window)
 
 
@@ -206,7 +206,7 @@ class WithoutResidual:
     def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
         accepted_path = Rejection().verify(tree, logits, noise_window)
         last = accepted_path.path.gather(1, accepted_path.length[:, None])
-        law = target_laws(logits, tree.depths, noise_window)[torch.arange(len(last)), last[:, 0]]
+        law = target_probs(logits, tree.depths, noise_window)[torch.arange(len(last)), last[:, 0]]
         assert noise_window.noise is not None
         noise = noise_window.noise[torch.arange(len(last)), accepted_path.length]
         return replace(accepted_path, next_token=noise_window.sampler.layout.token_ids((law.log() + noise).argmax(-1)))

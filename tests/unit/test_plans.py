@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from underdraw.errors import ConfigError
-from underdraw.plan import MAX_EXPANDED, MAX_NODES, TreePlan, TreeShape
+from underdraw.plan import MAX_EXPANDED, MAX_NODES, TreePlan, TreeShape, covering_plan
 from underdraw.policies.fixed import TABLES, Static, load_shape
-from underdraw.tree import covering_plan
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -49,7 +48,7 @@ def paths(parents: tuple[int, ...]) -> set[tuple[int, ...]]:
 @FAST
 @given(shapes(by_level=False))
 def test_a_shape_knows_its_depths_ranks_and_levels(parents: tuple[int, ...]) -> None:
-    shape = TreeShape.of(parents)
+    shape = TreeShape.from_parents(parents)
     assert shape.depths[0] == shape.ranks[0] == 0
     for node, parent in enumerate(parents[1:], start=1):
         assert shape.depths[node] == shape.depths[parent] + 1
@@ -61,7 +60,7 @@ def test_a_shape_knows_its_depths_ranks_and_levels(parents: tuple[int, ...]) -> 
 @FAST
 @given(shapes(by_level=False))
 def test_the_plan_of_a_shape_holds_it(parents: tuple[int, ...]) -> None:
-    plan, shape = TreePlan.of(parents), TreeShape.of(parents)
+    plan, shape = TreePlan.from_shape(parents), TreeShape.from_parents(parents)
     assert plan.nodes == len(parents)
     assert plan.depth == max(shape.depths)
     assert plan.branch == max(max(Counter(parents[1:]).values(), default=1), 1)
@@ -82,13 +81,13 @@ def check_cut(plan: TreePlan, depth: int) -> None:
 @FAST
 @given(shapes(), st.integers(0, 8))
 def test_a_cut_shape_keeps_its_upper_levels(parents: tuple[int, ...], depth: int) -> None:
-    check_cut(TreePlan.of(parents), depth)
+    check_cut(TreePlan.from_shape(parents), depth)
 
 
 @pytest.mark.parametrize("parents", [(-1, 0, 1, 2, 0, 4), (-1, 0, 1, 2, 0, 0, 4)])
 def test_a_cut_shape_keeps_its_upper_levels_in_any_order_of_nodes(parents: tuple[int, ...]) -> None:
     """A shape from a file may list its nodes depth first."""
-    check_cut(TreePlan.of(parents), 2)
+    check_cut(TreePlan.from_shape(parents), 2)
 
 
 @FAST
@@ -112,7 +111,7 @@ def test_a_cut_plan_is_no_larger_than_it_can_be(plan: TreePlan, depth: int) -> N
         (TreePlan(5, 1, 1, 6), 5),
         (TreePlan(3, 10, 10, 59), 1 + 10 + 10),
         (TreePlan(4, 4, 2, 20), 1 + 2 + 4 + 4),
-        (TreePlan.of((-1, 0, 0, 1, 1, 3)), 3),
+        (TreePlan.from_shape((-1, 0, 0, 1, 1, 3)), 3),
         (TreePlan(3, 8, 6, 5, min_probability=0.1), 5),
         (TreePlan(0, 8, 6, 1, min_probability=0.1), 1),
     ],
@@ -153,7 +152,7 @@ def test_a_rounded_plan_still_holds_every_node(plan: TreePlan) -> None:
 def check_fixed(plan: TreePlan) -> None:
     fixed = plan.with_fixed_shape()
     assert fixed.shape is not None
-    shape = TreeShape.of(fixed.shape)
+    shape = TreeShape.from_parents(fixed.shape)
     assert fixed.nodes == len(fixed.shape) <= plan.nodes
     assert fixed.depth == plan.depth
     assert fixed.branch <= plan.branch
@@ -200,7 +199,7 @@ def test_all_published_tables_are_there() -> None:
 def test_published_tables(name: str) -> None:
     nodes, leaves, per_depth = PUBLISHED[name]
     parents = load_shape(name)
-    shape = TreeShape.of(parents)
+    shape = TreeShape.from_parents(parents)
     assert len(parents) - 1 == nodes
     assert len(set(range(len(parents))) - set(parents)) == leaves
     assert [len(level) for level in shape.levels[1:]] == per_depth
@@ -213,7 +212,7 @@ def test_published_tables(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_published_tables_can_be_cut(name: str, depth: int) -> None:
-    check_cut(TreePlan.of(load_shape(name)), depth)
+    check_cut(TreePlan.from_shape(load_shape(name)), depth)
 
 
 # Children of every node that has any, as published: the node is the ranks that lead to it.
@@ -255,14 +254,14 @@ def test_an_envelope_holds_every_plan_and_no_more(group: list[TreePlan]) -> None
 @FAST
 @given(shapes(), st.lists(st.integers(0, 8), min_size=1, max_size=4))
 def test_an_envelope_of_one_shape_cut_differently_is_the_longest_cut(parents: tuple[int, ...], cuts: list[int]) -> None:
-    plan = TreePlan.of(parents)
+    plan = TreePlan.from_shape(parents)
     assert covering_plan([plan.truncate(depth) for depth in cuts]) == plan.truncate(max(cuts))
 
 
 def test_different_shapes_have_no_envelope() -> None:
     with pytest.raises(ConfigError, match=r"share one tree shape.*batch size 1"):
-        covering_plan([TreePlan.of((-1, 0, 0)), TreePlan.of((-1, 0, 1))])
+        covering_plan([TreePlan.from_shape((-1, 0, 0)), TreePlan.from_shape((-1, 0, 1))])
 
 
 def test_plans_are_keys() -> None:
-    assert len({TreePlan(3, 2, 2, 9), TreePlan(3, 2, 2, 9), TreePlan.of((-1, 0))}) == 2
+    assert len({TreePlan(3, 2, 2, 9), TreePlan(3, 2, 2, 9), TreePlan.from_shape((-1, 0))}) == 2

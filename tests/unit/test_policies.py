@@ -271,7 +271,7 @@ def test_an_image_of_one_cell_is_done_at_once() -> None:
 
 @pytest.mark.parametrize(("record", "rate"), [((4, 1, 1), 0.25), ((4, 9, 4), 1.0), ((0, 1, 0), 1.0), ((5, 1, 0), 0.0)])
 def test_the_rate_is_the_accepted_share_of_the_depth(record: tuple[int, int, int], rate: float) -> None:
-    assert TreeRecord(*record).rate == rate
+    assert TreeRecord(*record).acceptance_rate == rate
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from underdraw import sampling
 from underdraw.layout import Layout
-from underdraw.sampling import Sampler, best
+from underdraw.sampling import Sampler, fast_topk
 
 P = 1e-4  # how unlikely a sample may be before it counts as wrong; seeds are fixed
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -29,7 +29,9 @@ def test_scores_of_a_level_are_the_scores_of_its_depth(layout: Layout, temperatu
     for depth in range(1, 6):
         depths = torch.full((2, 3), depth)
         assert torch.equal(noise_window.level_scores(logits, depth), noise_window.scores(logits, depths))
-        assert torch.equal(noise_window.level_scaled(logits, depth), noise_window.scaled(logits, depths))
+        assert torch.equal(
+            noise_window.level_filtered_logits(logits, depth), noise_window.filtered_logits(logits, depths)
+        )
 
 
 @pytest.mark.parametrize("columns", [5, 300, 1024, 1025, 8192])
@@ -42,7 +44,7 @@ def test_best_is_topk(columns: int, count: int, kind: str) -> None:
     elif kind == "few finite":
         scores = scores.masked_fill(scores < scores.topk(3, dim=-1).values[..., -1:], -torch.inf)
     count = min(count, columns)
-    values, found = best(scores, count)
+    values, found = fast_topk(scores, count)
     expected = scores.topk(count, dim=-1)
     assert torch.equal(values, expected.values)
     assert torch.equal(scores.gather(-1, found), values), "columns are those of the values"
@@ -71,7 +73,9 @@ def test_the_argmax_is_a_draw_from_the_law(temperature: float, filters: dict[str
 def scaled(sampler: Sampler, logits: Tensor) -> Tensor:
     """Filtered logits (N, K) as the first token of an image sees them."""
     noise_window = sampler.noise_window(torch.zeros_like(sampler.seeds) - 1, 1)
-    return noise_window.scaled(logits[None], torch.ones(1, len(logits), dtype=torch.int64, device=logits.device))[0]
+    return noise_window.filtered_logits(
+        logits[None], torch.ones(1, len(logits), dtype=torch.int64, device=logits.device)
+    )[0]
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
@@ -114,7 +118,7 @@ def test_temperature_zero_has_no_noise_and_no_filters() -> None:
     logits = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0))
     sampler = Sampler(PLAIN, [1, 2], temperature=0, top_k=2, top_p=0.1)
     noise_window = sampler.noise_window(torch.tensor([0, 3]), 5)
-    assert sampler.greedy
+    assert sampler.is_greedy
     assert noise_window.noise is None
     assert torch.equal(noise_window.scores(logits, torch.arange(1, 6).expand(2, 5)), logits)
 
@@ -165,7 +169,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])]
 @pytest.mark.parametrize("columns", [12, 1000, 8192, 16384])
 @pytest.mark.parametrize("count", [1, 10])
 def test_ties_are_broken_alike_however_many_rows_there_are(device: str, columns: int, count: int) -> None:
-    check_rows(lambda scores: best(scores, count)[1], tied(columns, device))
+    check_rows(lambda scores: fast_topk(scores, count)[1], tied(columns, device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -190,11 +194,11 @@ def test_noise_drawn_ahead_is_that_of_every_step(layout: Layout) -> None:
         assert torch.equal(looked.uniform(5), made.uniform(5)) and torch.equal(looked.uniform(99), made.uniform(99))
     beyond = sampler.noise_window(torch.tensor([layout.steps - 2] * 2), 4)
     assert beyond.noise is not None and beyond.noise.shape[:2] == (2, 4)
-    assert not sampler.copy().ahead
+    assert not sampler.copy().noise_tables
 
 
 def test_too_much_noise_is_not_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "AHEAD", 700)
+    monkeypatch.setattr(sampling, "MAX_TABLE_BYTES", 700)
     sampler = Sampler(PLAIN, [3])
     sampler.precompute_noise(sampler.seeds)
-    assert not sampler.ahead
+    assert not sampler.noise_tables

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from underdraw.calibration import Calibration
 from underdraw.layout import Layout
-from underdraw.plan import TreePlan, TreeShape
+from underdraw.plan import TreePlan, TreeShape, covering_plan
 from underdraw.registry import policies
 from underdraw.sampling import NoiseWindow, Sampler
 from underdraw.tree import (
@@ -26,11 +26,10 @@ from underdraw.tree import (
     TreeLimits,
     ancestor_mask,
     chain,
-    covering_plan,
     grow_tree,
     root_only,
 )
-from underdraw.verifiers.exact import Exact, agree, agree_at_once
+from underdraw.verifiers.exact import Exact, match_all_nodes, match_along_path
 
 PROPOSALS: tuple[Proposal, ...] = ("coupled", "topk", "sampled")
 PLAIN = Layout(4, 4, range(4, 16))
@@ -77,7 +76,7 @@ class Grown:
 def grown(draw: Any, proposals: tuple[Proposal, ...] = PROPOSALS, shaped: bool = False) -> Grown:
     layout, batch = draw(layouts()), draw(st.integers(1, 3))
     if shaped:
-        plan = TreePlan.of(draw(shapes()))
+        plan = TreePlan.from_shape(draw(shapes()))
         own = [plan.truncate(draw(st.integers(0, plan.depth))) for _ in range(batch)]
     else:
         own = [draw(plans()) for _ in range(batch)]
@@ -95,7 +94,7 @@ def grown(draw: Any, proposals: tuple[Proposal, ...] = PROPOSALS, shaped: bool =
         lambda level: torch.randn(*level.tokens.shape, len(layout.codes), generator=generator) * spread,
         torch.full((batch,), 4), plan, noise_window, proposal=draw(st.sampled_from(proposals)),
         calibration=draw(st.sampled_from([None, Calibration(), Calibration(2.0, (0.0, -0.7, 0.4), 0.01)])),
-        limits=None if all(p == plan for p in own) else TreeLimits.of(own, torch.device("cpu")),
+        limits=None if all(p == plan for p in own) else TreeLimits.from_plans(own, torch.device("cpu")),
     )  # fmt: skip
     return Grown(tree, plan, own, noise_window)
 
@@ -175,7 +174,7 @@ def expand_at_random(layout: Layout, seed: int) -> ExpandFn:
 def test_sampled_trees_stay_within_their_own_plans() -> None:
     own = [TreePlan(5, 1, 1, 6), TreePlan(2, 6, 6, 30)]
     noise_window = Sampler(PLAIN, [0, 1]).noise_window(torch.tensor([0, 3]), 6)
-    limits = TreeLimits.of(own, torch.device("cpu"))
+    limits = TreeLimits.from_plans(own, torch.device("cpu"))
     root = torch.tensor([4, 4])
     tree = grow_tree(
         expand_at_random(PLAIN, 0), root, covering_plan(own), noise_window, proposal="sampled", limits=limits
@@ -215,7 +214,7 @@ def test_children_are_what_their_proposal_says(temperature: float) -> None:
     """coupled: best of log q + the target's noise; topk: best of q; sampled: best of log q + noise of its own."""
     noise_window = Sampler(PLAIN, [5, 6], temperature=temperature).noise_window(torch.tensor([2, 9]), 3)
     logits = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(0))
-    plan = TreePlan.of((-1, 0, 0, 1, 1, 2))
+    plan = TreePlan.from_shape((-1, 0, 0, 1, 1, 2))
 
     def expand(level: Frontier) -> Tensor:
         return logits[:, : level.tokens.shape[1]] if level.depth == 0 else logits[:, 1 : 1 + level.tokens.shape[1]]
@@ -306,7 +305,7 @@ def walk(tree: DraftTree, choices: Tensor, row: int) -> tuple[list[int], int]:
 
 def agreed(tree: DraftTree, choices: Tensor) -> AcceptedPath:
     """`agree` with the choices (B, N) of all nodes known beforehand."""
-    return agree(tree, tree.size, lambda node, depth: choices.gather(1, node[:, None])[:, 0])
+    return match_along_path(tree, tree.size, lambda node, depth: choices.gather(1, node[:, None])[:, 0])
 
 
 @FAST
@@ -324,7 +323,7 @@ def test_agree_matches_a_slow_walk(result: Grown, seed: int) -> None:
         assert accepted_path.path[row].tolist() == path + [0] * (accepted_path.path.shape[1] - len(path))
         assert accepted_path.next_token[row] == next_token
         assert (tree.depths[row, path] >= 0).all()
-    at_once, width = agree_at_once(tree, tree.size, choices), accepted_path.path.shape[1]
+    at_once, width = match_all_nodes(tree, tree.size, choices), accepted_path.path.shape[1]
     assert torch.equal(at_once.path[:, :width], accepted_path.path) and not at_once.path[:, width:].any()
     assert torch.equal(at_once.length, accepted_path.length) and torch.equal(
         at_once.next_token, accepted_path.next_token
@@ -350,7 +349,7 @@ def test_only_root_and_chain() -> None:
 @FAST
 @given(shapes(by_level=False))
 def test_ancestry_is_its_definition(parents: tuple[int, ...]) -> None:
-    shape = TreeShape.of(parents)
+    shape = TreeShape.from_parents(parents)
     table = ancestor_mask(torch.tensor([parents]), max(shape.depths))[0]
     for node, parent in enumerate(parents):
         line = {node} | (set(table[parent].nonzero().flatten().tolist()) if parent >= 0 else set())
@@ -401,7 +400,9 @@ def test_a_floor_leaves_out_what_is_unlikely_and_nothing_else(min_probability: f
     everything, chances = nodes_of(tree(0.0), 0), [1.0]
     for _, parent, depth, rank in everything[1:]:
         scores = noise_window.level_scores(logits(depth - 1, everything[parent][0])[None, None], depth)
-        chance = calibration.log_chance(scores.sort(descending=True).values, forcing=False).exp()[0, 0, rank]
+        chance = calibration.log_acceptance_probability(
+            scores.sort(descending=True).values, has_forced_tokens=False
+        ).exp()[0, 0, rank]
         chances.append(chances[parent] * float(chance))
     kept = [
         (token, depth, rank)

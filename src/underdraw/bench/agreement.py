@@ -45,7 +45,7 @@ class ReplayedPicture:
 
     def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
         layout, reach = noise_window.sampler.layout, noise_window.steps.shape[1]
-        chosen = layout.token_ids(noise_window.choose(logits, tree.depths + 1))[:, :reach]
+        chosen = layout.token_ids(noise_window.sample(logits, tree.depths + 1))[:, :reach]
         length = tree.depths.amax(1)  # (1,)
         known = self.tokens.gather(1, noise_window.steps)  # (1, reach)
         order = torch.arange(reach, device=known.device)

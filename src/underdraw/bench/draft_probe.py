@@ -68,7 +68,7 @@ class ProbeSession:
             column = int(layout.vocab_indices(probe.tokens[step]))
             for scores, found in (
                 (noise_window.level_scores(logits, level + 1), probe.ranks),
-                (noise_window.level_scaled(logits, level + 1), probe.plain),
+                (noise_window.level_filtered_logits(logits, level + 1), probe.plain),
             ):
                 found[root, level] = int((scores[0, 0] > scores[0, 0, column]).sum())
         return root_only(request.root)

@@ -22,7 +22,7 @@ from underdraw.io import atomic_write
 from underdraw.plan import TreePlan
 from underdraw.sampling import NoiseWindow
 from underdraw.tree import AcceptedPath, DraftTree, Proposal
-from underdraw.verifiers.exact import agree_at_once
+from underdraw.verifiers.exact import match_all_nodes
 
 KIND = "underdraw-trace"
 
@@ -94,9 +94,9 @@ class Replay:
         self.passes.zero_()
 
     def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
-        chosen = noise_window.sampler.layout.token_ids(noise_window.choose(logits, tree.depths + 1))  # (B, N)
+        chosen = noise_window.sampler.layout.token_ids(noise_window.sample(logits, tree.depths + 1))  # (B, N)
         reach = noise_window.steps.shape[1]
-        agree_at_once(tree, reach, chosen)  # for its time
+        match_all_nodes(tree, reach, chosen)  # for its time
         length = torch.minimum(self.lengths[self.passes % len(self.lengths)], tree.depths.amax(1))  # (B,)
         self.passes.add_(1)
         node = (tree.depths == length[:, None]).int().argmax(1)  # a node of that depth: there is one

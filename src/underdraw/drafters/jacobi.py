@@ -119,14 +119,14 @@ class JacobiSession(CapturableDraft):
         elif chosen is not None:
             choices = chosen
         else:
-            choices = self.layout.token_ids(verified.noise_window.choose(verified.output.logits, depths + 1))
+            choices = self.layout.token_ids(verified.noise_window.sample(verified.output.logits, depths + 1))
         steps = self.steps[:, None] + 1 + torch.arange(depths.shape[1], device=depths.device)
         self.guess.scatter_(1, steps, torch.where(depths >= 0, choices, self.guess.gather(1, steps)))
 
     def _redraw(self, verified: VerifiedStep) -> Tensor:
         """New guesses (B, N), as columns, for the steps after the nodes of the chain; their laws are remembered."""
         depths, noise_window = verified.tree.depths, verified.noise_window
-        scaled = noise_window.scaled(verified.output.logits, depths + 1)
+        scaled = noise_window.filtered_logits(verified.output.logits, depths + 1)
         self.passes.add_(1)
         if noise_window.noise is None:
             columns = scaled.argmax(-1)

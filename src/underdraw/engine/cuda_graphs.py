@@ -25,10 +25,10 @@ from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.nn.attention import Kernel
 from underdraw.nn.layer_functions import PLAIN, LayerFunctions
 from underdraw.nn.target import DecoderSession
-from underdraw.plan import TreePlan, bucket_size
+from underdraw.plan import TreePlan, bucket_size, covering_plan
 from underdraw.protocols import CapturableDraft, Drafter, PassConfig, Prompt, Target, Verifier
 from underdraw.sampling import NoiseStream, Sampler
-from underdraw.tree import DraftTree, Proposal, TreeLimits, covering_plan
+from underdraw.tree import DraftTree, Proposal, TreeLimits
 
 log = logging.getLogger(__name__)
 Compile = Literal["auto", "on", "capture", "off"]

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from underdraw.history import TokenStats
-from underdraw.plan import TreePlan
+from underdraw.plan import TreePlan, covering_plan
 from underdraw.protocols import DrafterSession, DraftRequest, TargetSession, VerifiedStep, Verifier
 from underdraw.sampling import NoiseWindow, Sampler
-from underdraw.tree import DraftTree, Proposal, TreeLimits, covering_plan
+from underdraw.tree import DraftTree, Proposal, TreeLimits
 
 TokenStatsMode = Literal["skip", "keep"]
 """Whether entropy and top-1 probability of the target's distribution are recorded for every token."""
@@ -58,7 +58,7 @@ class StepRunner:
         logits = self.session.prefill.logits
         self.steps.fill_(self.sampler.layout.start)
         noise_window = self.sampler.noise_window(self.steps - 1, 1)
-        chosen = noise_window.choose(logits, torch.ones_like(noise_window.steps))
+        chosen = noise_window.sample(logits, torch.ones_like(noise_window.steps))
         self.root.copy_(self.sampler.layout.token_ids(chosen)[:, 0])
         self._noise_window, self._advance = noise_window, 1
         if self.token_stats == "skip":
@@ -76,7 +76,7 @@ class StepRunner:
         plans = self.truncate_plans(requested_plans, root_steps)
         active = self.active_images(root_steps)
         plan = covering_plan([p for p, is_active in zip(plans, active, strict=True) if is_active])
-        limits = None if all(p == plan for p in plans) else TreeLimits.of(plans, self.steps.device)
+        limits = None if all(p == plan for p in plans) else TreeLimits.from_plans(plans, self.steps.device)
         noise_window = self.sampler.noise_window(self.steps, plan.depth + 1, self._noise_window, self._advance)
         verified = self.draft_and_verify(plan, limits, noise_window)
         if plan.min_probability:
@@ -144,7 +144,7 @@ def compute_token_stats(logits: Tensor, path: Tensor, noise_window: NoiseWindow)
     index = path[:, : noise_window.steps.shape[1]]
     nodes = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
     depths = torch.arange(1, index.shape[1] + 1, device=path.device).expand_as(index)
-    probs = noise_window.scaled(nodes, depths).double().softmax(-1)
+    probs = noise_window.filtered_logits(nodes, depths).double().softmax(-1)
     return torch.cat([torch.special.entr(probs).sum(-1), probs.amax(-1)], dim=1)
 
 

@@ -33,7 +33,7 @@ from underdraw.models.weight_map import (
 from underdraw.nn.row_invariant import Linear
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch
-from underdraw.verifiers.lantern import nearest
+from underdraw.verifiers.lantern import nearest_neighbours
 
 _FIRST = "layers.0."
 
@@ -113,7 +113,7 @@ def load_nearest_codes(codebook: Tensor, k: int, folder: Path | None = None) -> 
     count = codebook.shape[0]
     path = None if folder is None else folder / f"top_{count - 1}_indices.npy"
     if path is None or not path.exists():
-        return nearest(codebook, k)
+        return nearest_neighbours(codebook, k)
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

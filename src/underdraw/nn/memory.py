@@ -10,7 +10,7 @@ import torch
 from underdraw.errors import CapacityError
 from underdraw.nn.transformer import Arch
 from underdraw.plan import MAX_NODES
-from underdraw.sampling import AHEAD
+from underdraw.sampling import MAX_TABLE_BYTES
 
 _CAPTURED = 2**28  # bytes that captured passes and libraries may take for good
 _LOGITS = 6  # float32 copies of the logits that guidance, filters and noise make
@@ -26,7 +26,7 @@ def needed(arch: Arch, rows: int, capacity: int, prompt: int, size: int) -> int:
     nodes = rows * max(MAX_NODES, prompt)
     layer = nodes * (3 * arch.ffn + 6 * arch.dim) * size + nodes * arch.heads * capacity * 4
     outputs = len(arch.outputs) if arch.outputs is not None else arch.vocab
-    noise = min(rows * capacity * outputs * 4, AHEAD)
+    noise = min(rows * capacity * outputs * 4, MAX_TABLE_BYTES)
     return cache + layer + rows * MAX_NODES * outputs * 4 * _LOGITS + noise + _CAPTURED
 
 

@@ -1,1 +1,1 @@
-"""Tree policies: pure functions from what was accepted so far to the size of the next tree. Numpy only."""
+"""Tree policies: pure functions from a `History` to the `TreePlan` of the next pass. No torch."""

@@ -1,7 +1,7 @@
-"""The adjacency-adaptive tree (ADT-Tree): depth and width follow what was accepted next door in the picture.
+"""The adjacency-adaptive policy (ADT-Tree): depth and width follow the acceptance in neighbouring cells.
 
-A tree starts from the depth and width of the tree that produced a neighbouring cell. If that tree did well (accepted
-share of its depth at least `beta`) the new one is deeper and narrower, otherwise shallower and wider.
+A tree starts from the depth and width of the tree that produced a neighbouring cell. If at least the share `beta` of
+that tree's depth was accepted, the new tree is deeper and narrower, otherwise shallower and wider.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ _OFFSETS: dict[str, tuple[tuple[int, int], ...]] = {
     "horizontal": ((0, -1),),
     "vertical": ((-1, 0),),
     "both": ((0, -1), (-1, 0), (-1, 1)),
-    "previous": (),  # nobody but the tree before stands in
+    "previous": (),  # only the previous tree, see `Adjacency._neighbours`
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Adjacency:
-    """`init` says whose state a tree starts from: the left neighbour's, the one's above, or the average over left,
-    above and above-right. `random` and `previous`, the tree before this one wherever it stood, are ablations. Where the
-    picture has no such neighbour, the tree before this one stands in, and at the very start `depth` and `width`.
+    """`init` chooses the neighbours: left, above, or the average of left, above and above-right.
+
+    `random` and `previous` (the tree of the previous pass, wherever it was) are ablations. A cell without such a
+    neighbour starts from the previous tree, the first cell from `depth` and `width`.
     """
 
     init: Literal["horizontal", "vertical", "both", "random", "previous"] = "horizontal"
@@ -54,18 +55,18 @@ class Adjacency:
         if not 0 <= self.beta <= 1:
             raise ConfigError(f"beta {self.beta} is a share of the depth and must lie in [0, 1].")
         if self.l_d < 0 or self.l_k < 0:
-            raise ConfigError(f"steps l_d {self.l_d} and l_k {self.l_k} must not be negative.")
-        TreePlan(self.d_max, self.k_max, self.k_max, self.nodes)
+            raise ConfigError(f"the increments l_d {self.l_d} and l_k {self.l_k} must not be negative.")
+        TreePlan(self.d_max, self.k_max, self.k_max, self.nodes)  # checks the values
 
     def plan(self, history: History, step: int) -> TreePlan:
-        depth, width, rate = self._state(history, step)
-        sign = 1 if rate >= self.beta else -1
+        depth, width, acceptance_rate = self._initial_state(history, step)
+        sign = 1 if acceptance_rate >= self.beta else -1
         depth = min(max(depth + sign * self.l_d, self.d_min), self.d_max)
         width = min(max(width - sign * self.l_k, self.k_min), self.k_max)
         return TreePlan(depth, width, width, self.nodes)
 
-    def _state(self, history: History, step: int) -> tuple[int, int, float]:
-        """Depth, width and accepted share that the tree rooted at `step` starts from."""
+    def _initial_state(self, history: History, step: int) -> tuple[int, int, float]:
+        """Depth, width and acceptance rate that the tree rooted at `step` starts from."""
         if self.init == "random":
             # Keyed by seed and step, so that the policy stays a pure function.
             random = np.random.default_rng((history.seed, step))
@@ -76,16 +77,17 @@ class Adjacency:
             return self.depth, self.width, self.beta
         depth = round(sum(r.depth for r in records) / len(records))
         width = round(sum(r.width for r in records) / len(records))
-        return depth, width, sum(r.rate for r in records) / len(records)
+        return depth, width, sum(r.acceptance_rate for r in records) / len(records)
 
     def _neighbours(self, history: History, step: int) -> list[TreeRecord]:
+        """Trees of the neighbouring cells, or the previous tree if there are none."""
         layout, cell = history.layout, history.layout.cell(step)
-        found = []
+        candidates = []
         if cell is not None:
             for rows, cols in _OFFSETS[self.init]:
                 row, col = cell[0] + rows, cell[1] + cols
                 if row >= 0 and 0 <= col < layout.width:
-                    found.append(history.tree_at(layout.step(row, col)))
-        records = [record for record in found if record is not None]
-        before = history.tree_at(step)  # the root itself came from the tree before this one
-        return records or ([before] if before is not None else [])
+                    candidates.append(history.tree_at(layout.step(row, col)))
+        records = [record for record in candidates if record is not None]
+        previous = history.tree_at(step)  # the root was produced by the previous pass
+        return records or ([previous] if previous is not None else [])

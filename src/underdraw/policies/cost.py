@@ -1,8 +1,8 @@
-"""Trees as large as they pay on this machine: a node is drafted if its chance is worth its share of a pass.
+"""The cost policy: draft a node only if its expected gain exceeds the cost of verifying it on this machine.
 
-What a pass costs is a straight line in nodes and levels, measured beforehand. What a token is worth is read off the
-neighbourhood in the picture: what it cost there. A node pays if its chance of being accepted times that worth is more
-than what checking it costs. Where trees have not paid at all, none is grown for a while.
+The cost of a pass is linear in nodes and levels and measured beforehand. The value of a token is what tokens have cost
+nearby in the image. A node is worth drafting if its acceptance probability times that value exceeds the cost of a
+node. Where trees cost more than plain decoding, they are tried only now and then.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from underdraw.plan import TreePlan
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """`plain` is a pass without a tree, `base` one with a tree, each `node` and `level` on top of it; milliseconds.
+    """Costs in milliseconds: `plain` of a pass without a tree, `base` of one with a tree, plus each `node` and `level`.
 
-    The picture's last `reach` cells and those above the next ones say what a token costs nearby. Where that is more
-    than a plain pass, trees are only tried at every `retry`-th step.
+    The value of a token is averaged over the last `reach` cells and the `reach` cells above the next ones. Where it
+    exceeds the cost of a plain pass, a tree is tried only at every `retry`-th step.
     """
 
     plain: float = 20.0
@@ -43,23 +43,23 @@ class Cost:
             raise ConfigError(f"cost:level={self.level} must be a number of milliseconds, 0 or more.")
         if self.reach < 1 or self.retry < 1:
             raise ConfigError(f"cost:reach={self.reach} and retry={self.retry} must be at least 1.")
-        TreePlan(self.depth, self.width, self.branch, self.nodes)
+        TreePlan(self.depth, self.width, self.branch, self.nodes)  # checks the values
 
     def plan(self, history: History, step: int) -> TreePlan:
-        worth = self._worth(history, step)
-        if worth > self.plain and step % self.retry:
+        token_value = self._nearby_cost_per_token(history, step)
+        if token_value > self.plain and step % self.retry:
             return TreePlan(0, 1, 1, 1)
-        min_probability = min(max(self.node / min(worth, self.plain), 0.01), 0.5)
+        min_probability = min(max(self.node / min(token_value, self.plain), 0.01), 0.5)
         return TreePlan(self.depth, self.width, self.branch, self.nodes, min_probability=round(min_probability, 3))
 
-    def _worth(self, history: History, step: int) -> float:
-        """Milliseconds a token nearby."""
+    def _nearby_cost_per_token(self, history: History, step: int) -> float:
+        """Milliseconds per token, averaged over the neighbourhood of `step`."""
         above = step - history.layout.row_stride + 1
-        cells = np.concatenate([np.arange(step - self.reach + 1, step + 1), np.arange(above, above + self.reach)])
-        cells = cells[(cells >= 0) & (cells < history.layout.steps)]
-        cells = cells[history.pass_index[cells] >= 0]
-        if not len(cells):
-            return self.plain / 2
-        depth = history.depth[cells]
-        spent = np.where(depth > 0, self.base + self.node * history.nodes[cells] + self.level * depth, self.plain)
-        return float((spent / (history.accepted[cells] + 1)).mean())
+        steps = np.concatenate([np.arange(step - self.reach + 1, step + 1), np.arange(above, above + self.reach)])
+        steps = steps[(steps >= 0) & (steps < history.layout.steps)]
+        steps = steps[history.pass_index[steps] >= 0]
+        if not len(steps):
+            return self.plain / 2  # no data yet: assume that trees save half
+        depth = history.depth[steps]
+        pass_cost = np.where(depth > 0, self.base + self.node * history.nodes[steps] + self.level * depth, self.plain)
+        return float((pass_cost / (history.accepted[steps] + 1)).mean())

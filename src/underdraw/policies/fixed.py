@@ -1,4 +1,4 @@
-"""Policies that do not look at the history: plain decoding, a chain, and the published static trees."""
+"""Policies that ignore the history: plain decoding, a chain, and the published static trees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from underdraw.errors import ConfigError, unknown
 from underdraw.history import History
 from underdraw.plan import TreePlan
 
-# Child counts of the published trees. "012:3" would read: the node reached by rank 0, then 1, then 2 has 3 children.
+# Published trees by the number of children of each node; "012:3": the node at ranks 0, 1, 2 below the root has 3.
 TABLES: dict[str, str] = {
     "mc_sim_7b_63": "root:4 0:3 1:2 2:2 3:1 00:3 01:2 02:2 10:1 000:3 0000:2",
     "mc_sim_7b_63_balanced": "root:3 0:3 1:3 2:2 00:3 01:2 10:2 11:2 000:3 0000:2",
@@ -28,7 +28,7 @@ TABLES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class NoTree:
-    """Plain autoregression through the same loop: nothing is drafted but the tokens that the layout forces."""
+    """Plain autoregressive decoding in the same loop: only tokens that the layout forces are drafted."""
 
     def plan(self, history: History, step: int) -> TreePlan:
         depth = int(history.layout.is_row_end(step + 1))
@@ -37,12 +37,12 @@ class NoTree:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One guess after another, no branches."""
+    """A tree without branches."""
 
     depth: int = 5
 
     def __post_init__(self) -> None:
-        TreePlan(self.depth, 1, 1, self.depth + 1)
+        TreePlan(self.depth, 1, 1, self.depth + 1)  # checks the value
 
     def plan(self, history: History, step: int) -> TreePlan:
         return TreePlan(self.depth, 1, 1, self.depth + 1)
@@ -50,22 +50,22 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """A tree of one shape: a published table by name, or a JSON file with one list, the parent of every node."""
+    """A fixed tree shape: the name of a published one, or a JSON file with the list of every node's parent."""
 
     shape: str = "naive_extend_57"
 
     def __post_init__(self) -> None:
-        load_shape(self.shape)
+        load_shape(self.shape)  # checks the name or the file
 
     def plan(self, history: History, step: int) -> TreePlan:
-        return TreePlan.of(load_shape(self.shape))
+        return TreePlan.from_shape(load_shape(self.shape))
 
 
 @functools.lru_cache(maxsize=64)
 def load_shape(name: str) -> tuple[int, ...]:
-    """Parents of a named table or of a JSON file."""
+    """The parents of a published tree or of the tree in a JSON file."""
     if name in TABLES:
-        return parents_of(TABLES[name])
+        return parse_table(TABLES[name])
     path = Path(name)
     if not path.suffix:
         raise unknown("static tree", name, TABLES)
@@ -79,14 +79,14 @@ def load_shape(name: str) -> tuple[int, ...]:
         raise ConfigError(
             f"tree shape {name!r} must be a JSON list of whole numbers: the parent of every node, -1 for the root."
         )
-    return TreePlan.of(parents).shape or ()
+    return TreePlan.from_shape(parents).shape or ()
 
 
-def parents_of(table: str) -> tuple[int, ...]:
-    """The parents that a table of child counts describes, level by level and in order of rank."""
+def parse_table(table: str) -> tuple[int, ...]:
+    """The parents of the nodes of one of `TABLES`, level by level and in order of rank."""
     counts = {"" if path == "root" else path: int(count) for path, count in (item.split(":") for item in table.split())}
     paths, parents = [""], [-1]
-    for index, path in enumerate(paths):  # grows while it is read
+    for index, path in enumerate(paths):  # `paths` grows in the loop
         for rank in range(counts.get(path, 0)):
             paths.append(path + str(rank))
             parents.append(index)

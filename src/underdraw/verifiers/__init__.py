@@ -1,1 +1,1 @@
-"""Verifiers: which path of a draft tree the target agrees with."""
+"""Verifiers: which path of a draft tree the target accepts."""

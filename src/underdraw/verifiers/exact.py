@@ -1,7 +1,7 @@
-"""The exact verifier: walk from the root to the child that carries the target's own choice; stop at the first miss.
+"""The exact verifier: accept the child with the token that the target samples itself, stop where there is none.
 
-The target's choice at a node is what plain autoregression draws there with the same seed, so the output is that of
-plain autoregression, for every drafter and tree, greedy and sampling alike.
+The target samples at a node what plain autoregressive decoding samples there with the same seed. So the output is
+that of plain decoding, for every drafter and tree, greedy or not.
 """
 
 from __future__ import annotations
@@ -15,47 +15,45 @@ from torch import Tensor
 
 from underdraw.sampling import NoiseWindow, argmax_first
 from underdraw.tree import AcceptedPath, DraftTree, Proposal
-from underdraw.verifiers.tree_walk import TreeWalk, follow
+from underdraw.verifiers.tree_walk import TreeWalk, follow_choices
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Accept iff equal."""
+    """Accepts a draft token if and only if it equals the target's sample."""
 
     proposals: ClassVar[tuple[Proposal, ...]] = ("coupled", "topk", "sampled")
 
     def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
-        """logits (B, N, K) of every node. A CPU looks at those on the path alone, a device at all of them at once."""
-        layout = noise_window.sampler.layout
-        if TreeWalk.at_once(logits):
-            return agree_at_once(
-                tree, noise_window.steps.shape[1], layout.token_ids(noise_window.choose(logits, tree.depths + 1))
-            )
+        """logits (B, N, K). A CPU samples only at the nodes of the path, a device at all nodes in one go."""
+        layout, reach = noise_window.sampler.layout, noise_window.steps.shape[1]
+        if TreeWalk.uses_all_nodes(logits):
+            return match_all_nodes(tree, reach, layout.token_ids(noise_window.sample(logits, tree.depths + 1)))
         rows = torch.arange(logits.shape[0], device=logits.device)
 
-        def choose(node: Tensor, depth: int) -> Tensor:
-            scores = noise_window.level_scores(logits[rows, node, None], depth)  # (B, 1, columns)
+        def sample_at(node: Tensor, depth: int) -> Tensor:
+            scores = noise_window.level_scores(logits[rows, node, None], depth)  # (B, 1, V)
             return layout.token_ids(argmax_first(scores)[:, 0])
 
-        return agree(tree, noise_window.steps.shape[1], choose)
+        return match_along_path(tree, reach, sample_at)
 
 
-def agree(tree: DraftTree, reach: int, choose: Callable[[Tensor, int], Tensor]) -> AcceptedPath:
-    """Walk down while a child carries the target's choice.
+def match_along_path(tree: DraftTree, reach: int, sample_at: Callable[[Tensor, int], Tensor]) -> AcceptedPath:
+    """Walk down while a child has the token that the target samples.
 
-    `choose` gives the token (B,) of depth `depth` that the target chooses at a node (B,); `reach` is the deepest.
+    `sample_at(node, depth)` samples a token of `depth` at nodes (B,): (B,); `reach` is the largest depth.
     """
-    trail = TreeWalk(tree, tree.tokens)
-    token = choose(trail.node, 1)
+    walk = TreeWalk(tree, tree.tokens)
+    token = sample_at(walk.node, 1)
     for depth in range(1, reach):
-        trail.step(token)
-        if trail.ended():
+        walk.step(token)
+        if walk.has_ended():
             break
-        token = torch.where(trail.walking, choose(trail.node, depth + 1), token)
-    return AcceptedPath(*trail.path(), token)
+        token = torch.where(walk.is_walking, sample_at(walk.node, depth + 1), token)
+    return AcceptedPath(*walk.path(), token)
 
 
-def agree_at_once(tree: DraftTree, reach: int, chosen: Tensor) -> AcceptedPath:
-    """`agree` with the target's choice at every node (B, N) known."""
-    path, length = follow(tree, reach, tree.tokens, chosen)
+def match_all_nodes(tree: DraftTree, reach: int, chosen: Tensor) -> AcceptedPath:
+    """`match_along_path` from the tokens (B, N) that the target samples at all nodes."""
+    path, length = follow_choices(tree, reach, tree.tokens, chosen)
     return AcceptedPath(path, length, chosen.gather(1, path.gather(1, length[:, None]))[:, 0], chosen)

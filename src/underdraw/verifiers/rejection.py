@@ -1,4 +1,7 @@
-"""Recursive rejection sampling without replacement (EAGLE-1): the output has the target's law, not its noise."""
+"""Recursive rejection sampling without replacement (EAGLE-1).
+
+The output has the target's distribution, but a seed gives another image than plain decoding does.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from torch import Tensor
 from underdraw.errors import ConfigError
 from underdraw.sampling import NoiseWindow
 from underdraw.tree import AcceptedPath, DraftTree, Proposal
-from underdraw.verifiers.rejection_sampling import walk
+from underdraw.verifiers.rejection_sampling import rejection_walk
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """For children that were drawn from q, by noise that the target does not share."""
+    """For children that were sampled from q with noise that the target does not use."""
 
     proposals: ClassVar[tuple[Proposal, ...]] = ("sampled",)
 
     def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
         if tree.q is None:
-            raise ConfigError("rejection needs a tree drawn with the 'sampled' proposal; this one carries no q.")
-        return walk(tree, logits, noise_window, lambda law, x: law)
+            raise ConfigError("rejection needs a tree drafted with the 'sampled' proposal; this one has no q.")
+        return rejection_walk(tree, logits, noise_window, lambda probs, children: probs)

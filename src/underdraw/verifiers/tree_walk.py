@@ -1,6 +1,6 @@
-"""Ways down B trees at once: level by level, or from what is wanted at every node.
+"""Finding the accepted paths of B trees at once: level by level on a CPU, from the choices of all nodes on a device.
 
-A node wants one of its children at most, by something that its children differ in: their tokens or their ranks.
+Every node accepts at most one of its children. Children are told apart by a label: their token or their rank.
 """
 
 from __future__ import annotations
@@ -12,74 +12,74 @@ from torch import Tensor
 
 from underdraw.tree import DraftTree
 
-Judge = Callable[[Tensor | None], tuple[Tensor, Tensor]]
-"""Nodes (B, W), all N of them if None -> the rank of the child that each wants (B, W), and what is left (B, W, ...)."""
+ChooseChildFn = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+"""Nodes (B, W), or None for all N -> rank of the accepted child (B, W), and residual probs or logits (B, W, ...)."""
 
 
 class TreeWalk:
-    """Where each of B walks stands, and how it came there. Children differ in `own` (B, N)."""
+    """B walks from the roots down, one level per `step`."""
 
     @staticmethod
-    def at_once(on: Tensor) -> bool:
-        """True where all nodes are looked at together: a device has time for them, and asking it would mean waiting."""
-        return on.device.type != "cpu"
+    def uses_all_nodes(values: Tensor) -> bool:
+        """Whether to evaluate all nodes in one go: on a device that is cheap, and reading back each level is not."""
+        return values.device.type != "cpu"
 
-    def __init__(self, tree: DraftTree, own: Tensor) -> None:
-        self.node = torch.zeros_like(own[:, 0])  # (B,)
-        self.walking = torch.ones_like(self.node, dtype=torch.bool)  # (B,)
-        self._path, self._went = [self.node], [self.walking]
-        self._own, self._index = own, torch.arange(tree.size, device=own.device)
+    def __init__(self, tree: DraftTree, labels: Tensor) -> None:
+        self.node = torch.zeros_like(labels[:, 0])  # (B,) the deepest accepted node so far
+        self.is_walking = torch.ones_like(self.node, dtype=torch.bool)  # (B,)
+        self._nodes, self._was_walking = [self.node], [self.is_walking]  # per level
+        self._labels, self._index = labels, torch.arange(tree.size, device=labels.device)
         self._parents = torch.where(tree.depths > 0, tree.parents, -1)
 
-    def step(self, wanted: Tensor) -> None:
-        """Go on to the children whose own is what is wanted (B,); walks that find none have ended."""
-        hit = (self._parents == self.node[:, None]) & (self._own == wanted[:, None])
-        child = (hit * self._index).amax(1)  # 0, the root, is nobody's child
-        self.walking = self.walking & (child > 0)
-        self.node = torch.where(self.walking, child, self.node)
-        self._path.append(self.node)
-        self._went.append(self.walking)
+    def step(self, chosen: Tensor) -> None:
+        """Go to the children labelled `chosen` (B,); a walk without such a child ends."""
+        is_match = (self._parents == self.node[:, None]) & (self._labels == chosen[:, None])
+        child = (is_match * self._index).amax(1)  # 0 without a match: the root is never a child
+        self.is_walking = self.is_walking & (child > 0)
+        self.node = torch.where(self.is_walking, child, self.node)
+        self._nodes.append(self.node)
+        self._was_walking.append(self.is_walking)
 
-    def ended(self) -> bool:
-        """True if no walk goes on."""
-        return not bool(self.walking.any())
+    def has_ended(self) -> bool:
+        """Whether all walks have ended."""
+        return not bool(self.is_walking.any())
 
     def path(self) -> tuple[Tensor, Tensor]:
-        """The nodes from the root down (B, D) and how many of them lie below it (B,)."""
-        went = torch.stack(self._went, dim=1)  # (B, D)
-        return torch.stack(self._path, dim=1) * went, went.sum(1) - 1
+        """The nodes from the root down (B, D), and how many of them are below the root (B,)."""
+        was_walking = torch.stack(self._was_walking, dim=1)  # (B, D)
+        return torch.stack(self._nodes, dim=1) * was_walking, was_walking.sum(1) - 1
 
 
-def follow(tree: DraftTree, reach: int, own: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The paths (B, reach) and lengths (B,) of trails, given what is wanted at every node (B, N).
+def follow_choices(tree: DraftTree, reach: int, labels: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Paths (B, reach) and lengths (B,) of the accepted nodes, from the label that every node chose (B, N).
 
-    A node is kept if it and all above it are wanted.
+    A node is accepted if it and all its ancestors are chosen by their parents.
     """
-    wrong = (own != wanted.gather(1, tree.parents.clamp(min=0))) | (tree.depths < 0)  # (B, N) but for the root
-    kept = ~(tree.ancestors[..., 1:] & wrong[:, None, 1:]).any(-1)  # (B, N) at most one of each depth
-    index, level = (torch.arange(count, device=own.device) for count in (tree.size, reach))
-    path = ((kept[:, None] & (tree.depths[:, None] == level[:, None])) * index).amax(-1)
-    return path, kept.sum(1) - 1
+    is_rejected = (labels != chosen.gather(1, tree.parents.clamp(min=0))) | (tree.depths < 0)  # (B, N), root unused
+    is_accepted = ~(tree.ancestors[..., 1:] & is_rejected[:, None, 1:]).any(-1)  # (B, N), at most one per depth
+    index, level = (torch.arange(count, device=labels.device) for count in (tree.size, reach))
+    path = ((is_accepted[:, None] & (tree.depths[:, None] == level[:, None])) * index).amax(-1)
+    return path, is_accepted.sum(1) - 1
 
 
-def descend(tree: DraftTree, reach: int, judge: Judge) -> tuple[Tensor, Tensor, Tensor]:
-    """Go down as far as children are wanted: paths (B, D), lengths (B,) and what is left at their ends (B, ...)."""
-    if TreeWalk.at_once(tree.tokens):
-        rank, left = judge(None)
-        path, length = follow(tree, reach, tree.ranks, rank)
-        return path, length, at(left, path.gather(1, length[:, None]))[:, 0]
-    trail = TreeWalk(tree, tree.ranks)
-    rank, left = judge(trail.node[:, None])
+def walk_tree(tree: DraftTree, reach: int, choose_child: ChooseChildFn) -> tuple[Tensor, Tensor, Tensor]:
+    """Accepted paths (B, D), their lengths (B,), and the residuals at their last nodes (B, ...)."""
+    if TreeWalk.uses_all_nodes(tree.tokens):
+        rank, residual = choose_child(None)
+        path, length = follow_choices(tree, reach, tree.ranks, rank)
+        return path, length, gather_nodes(residual, path.gather(1, length[:, None]))[:, 0]
+    walk = TreeWalk(tree, tree.ranks)
+    rank, residual = choose_child(walk.node[:, None])
     for _ in range(1, reach):
-        trail.step(rank[:, 0])
-        if trail.ended():
+        walk.step(rank[:, 0])
+        if walk.has_ended():
             break
-        rank, left = judge(trail.node[:, None])
-    return *trail.path(), left[:, 0]
+        rank, residual = choose_child(walk.node[:, None])
+    return *walk.path(), residual[:, 0]
 
 
-def at(values: Tensor, nodes: Tensor | None) -> Tensor:
-    """Values (B, N) or (B, N, C) at nodes (B, W), or all of them."""
+def gather_nodes(values: Tensor, nodes: Tensor | None) -> Tensor:
+    """Values (B, N) or (B, N, C) at nodes (B, W); all of them for None."""
     if nodes is None:
         return values
     return values.gather(1, nodes if values.dim() == 2 else nodes[..., None].expand(-1, -1, values.shape[2]))

@@ -95,8 +95,8 @@ TINY = {
 }
 
 
-def shapes_of(slots: Mapping[str, WeightDestination]) -> Shapes:
-    return {name: tuple(slot.into.shape) for name, slot in slots.items() if slot.into.ndim}
+def shapes_of(destinations: Mapping[str, WeightDestination]) -> Shapes:
+    return {name: tuple(to.memory.shape) for name, to in destinations.items() if to.memory.ndim}
 
 
 def vqgan(sizes: Sizes, naming: Naming, code_dim: int, prefix: str = "") -> Shapes:
@@ -165,7 +165,7 @@ def write_text(path: Path, first: int) -> None:
 
 def write_chameleon(folder: Path, sizes: Sizes, extra: dict[str, Any], rows: str) -> None:
     net = sizes.net(qk_norm="layer", qk_norm_heads=rows)
-    shapes = shapes_of(decoder_destinations(net, chameleon.DECODER, "model."))
+    shapes = shapes_of(decoder_destinations(net, chameleon.DECODER_RULES, "model."))
     shapes["lm_head.weight"] = (sizes.vocab, sizes.dim)
     images = vqgan(sizes, CHAMELEON, 256)
     if rows == "per_head":
@@ -193,7 +193,8 @@ def write_llamagen(folder: Path, sizes: Sizes) -> None:
 
     full = sizes.dim == TRUE["llamagen"].dim
     width = 2048 if full else 24
-    shapes = shapes_of(decoder_destinations(sizes.net(), llamagen.ORIGINAL, rows={"codes": slice(0, sizes.vocab)}))
+    rows = {"codes": slice(0, sizes.vocab)}
+    shapes = shapes_of(decoder_destinations(sizes.net(), llamagen.ORIGINAL_RULES, rows=rows))
     shapes |= {
         "cls_embedding.cap_proj.fc1.weight": (sizes.dim, width),
         "cls_embedding.cap_proj.fc2.weight": (sizes.dim, sizes.dim),
@@ -218,7 +219,7 @@ def write_llamagen(folder: Path, sizes: Sizes) -> None:
 def write_janus(folder: Path, sizes: Sizes) -> None:
     net = sizes.net(head_hidden=sizes.dim, outputs=range(sizes.codes))
     shapes = shapes_of(decoder_destinations(net, HF_DECODER, "model.language_model."))
-    shapes |= shapes_of(decoder_destinations(net, janus.HEAD, "model.generation_head."))
+    shapes |= shapes_of(decoder_destinations(net, janus.HEAD_RULES, "model.generation_head."))
     shapes |= {
         "model.generation_embeddings.weight": (sizes.codes, 8),
         "model.generation_aligner.fc1.weight": (sizes.dim, 8),
@@ -246,7 +247,7 @@ def write_emu3(folder: Path, sizes: Sizes) -> None:
         "image_area": sizes.side**2,
     }  # fmt: skip
     with torch.device("meta"):
-        images = VideoVQ(emu3.image_arch(config))
+        images = VideoVQ(emu3.image_tokenizer_arch(config))
     shapes = shapes_of(decoder_destinations(sizes.net(), HF_DECODER, "model.text_model."))
     shapes["lm_head.weight"] = (sizes.vocab, sizes.dim)
     write_shards(folder, {**shapes, **shapes_of(module_destinations(images, "model.vqmodel."))})

@@ -25,7 +25,7 @@ from underdraw.engine.cuda_graphs import CudaGraphPass
 from underdraw.kernels import fused_layer as slim
 from underdraw.kernels.tree_attention import tree_attention
 from underdraw.models.loading import resolve_placement
-from underdraw.models.random_weights import random_target, shape
+from underdraw.models.random_weights import model_shape, random_target
 from underdraw.nn.attention import AttentionMask, attend
 from underdraw.nn.layer_functions import PLAIN, LayerFunctions
 from underdraw.nn.transformer import DecoderLayer, Transformer
@@ -120,7 +120,7 @@ def main() -> None:
     given = parser.parse_args()
     place = resolve_placement("auto", "auto")
     cuda = place.device.type == "cuda"
-    arch = replace(shape(given.model).arch, layers=given.layers, vocab=64, outputs=None)
+    arch = replace(model_shape(given.model).arch, layers=given.layers, vocab=64, outputs=None)
     layers = Layers(random_target(arch, place).net, cuda)
     whole = compiled_layer_functions() if cuda else PLAIN
     found = {

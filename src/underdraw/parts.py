@@ -13,8 +13,8 @@ from underdraw.engine import autotune
 from underdraw.engine.cuda_graphs import Compile, make_graph_cache
 from underdraw.errors import ConfigError, unknown
 from underdraw.models.family import LoadedModel
+from underdraw.models.lantern_drafters import load_nearest_codes
 from underdraw.models.loading import load_drafter_by_name, resolve_placement
-from underdraw.models.published_drafters import load_nearest_codes
 from underdraw.nn.row_invariant import pack_weights
 from underdraw.protocols import Drafter, TreePolicy, Verifier
 from underdraw.registry import drafters, policies, verifiers
@@ -59,7 +59,7 @@ class PipelineParts:
     @drafter.setter
     def drafter(self, spec: str | Drafter) -> None:
         drafter = load_drafter_by_name(spec, self.model)
-        verifier = self._build_verifier(self._verifier_spec, drafter.folder)  # its table may come with the drafter
+        verifier = self._build_verifier(self._verifier_spec, drafter.source)  # its table may come with the drafter
         self._drafter, self._verifier, self._resolved_tree = drafter, verifier, None
 
     @property
@@ -85,14 +85,16 @@ class PipelineParts:
 
     @verifier.setter
     def verifier(self, spec: str | Verifier) -> None:
-        self._verifier = self._build_verifier(spec, self._drafter.folder)
+        self._verifier = self._build_verifier(spec, self._drafter.source)
         self._verifier_spec = spec
         self.verifier_name = spec if isinstance(spec, str) else verifiers.describe(spec)
 
-    def _build_verifier(self, spec: str | Verifier, drafter_folder: Path | None) -> Verifier:
+    def _build_verifier(self, spec: str | Verifier, drafter_source: Path | str | None) -> Verifier:
         verifier: Verifier = verifiers.build(spec)
         if isinstance(verifier, Lantern) and verifier.neighbours is None:
-            neighbours = load_nearest_codes(self.model.image_tokenizer.codebook, verifier.k, drafter_folder)
+            neighbours = load_nearest_codes(
+                self.model.image_tokenizer.codebook, verifier.k, drafter_source, self.model.hub
+            )
             return dataclasses.replace(verifier, neighbours=neighbours)
         return verifier
 
@@ -165,6 +167,6 @@ class PipelineParts:
         """Drafter, tree and verifier by names that `from_pretrained` can build; raises for objects without one."""
         autotune.build_tree(self.tree_name)
         verifiers.build(self.verifier_name)
-        if self._drafter.folder is None:
+        if self._drafter.source is None:
             drafters.build(self.drafter_name)
         return {"drafter": self.drafter_name, "tree": self.tree_name, "verifier": self.verifier_name}

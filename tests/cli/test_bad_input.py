@@ -144,19 +144,19 @@ CASES = [
     Case("drafter without weights", ONE + "--drafter {here}", "holds no weights"),
     Case("drafter of another", ONE + "--drafter {here}/drafter", "was trained for a target", other_drafter),
     Case("drafter that is none", ONE + "--drafter {model}/decoder", "holds no drafter"),
-    Case("device", ONE + "--device gpu", "device 'gpu' is not known"),
+    Case("device", ONE + "--device gpu", "unknown device 'gpu'"),
     Case("device without memory", ONE + "--device meta", "not supported"),
     Case("device that is not there", ONE + "--device cuda:99", "CUDA devices"),
-    Case("dtype", ONE + "--dtype int3", "dtype 'int3' is not known"),
+    Case("dtype", ONE + "--dtype int3", "unknown dtype 'int3'"),
     # models
     Case("no model", "generate fox -m no-such-model -o {here}/a.png", "there is no model 'no-such-model'"),
-    Case("empty folder", "generate fox -m {here} -o {here}/a.png", "of no family"),
+    Case("empty folder", "generate fox -m {here} -o {here}/a.png", "of no supported family"),
     Case("text file", "generate fox -m {here}/p.txt -o {here}/a.png", "p.txt", file("p.txt", "fox")),
     Case("other family", "generate fox -m {here}/m -o {here}/a.png", "bert",
          file("m/config.json", '{"model_type": "bert"}')),
     Case("broken config", "generate fox -m {here}/m -o {here}/a.png", "cannot be read", file("m/config.json", "{")),
-    Case("no weights", "generate fox -m {here}/m.pt -o {here}/a.png", "(no file of weights)", file("m.pt", "hello\n")),
-    Case("list as config", "generate fox -m {here}/m -o {here}/a.png", "no settings", file("m/config.json", "[]")),
+    Case("no weights", "generate fox -m {here}/m.pt -o {here}/a.png", "not a file of weights", file("m.pt", "hello\n")),
+    Case("list as config", "generate fox -m {here}/m -o {here}/a.png", "of a JSON", file("m/config.json", "[]")),
     Case("cut decoder", "generate fox -m {here}/model -o {here}/a.png", "damaged", cut("decoder/model-0.safetensors")),
     Case("cut tokenizer", "generate fox -m {here}/model -o {here}/a.png", "damaged",
          cut("tokenizer/model-0.safetensors")),
@@ -166,10 +166,10 @@ CASES = [
          copy(lambda model: (model / "decoder" / "model-0.safetensors").unlink())),
     Case("no vocabulary", "generate fox -m {here}/model -o {here}/a.png", "vocabulary",
          copy(lambda model: (model / "decoder" / "text.json").unlink())),
-    Case("missing tensors", "generate fox -m {here}/model -o {here}/a.png", "do not fit together", copy(without_norms)),
+    Case("missing tensors", "generate fox -m {here}/model -o {here}/a.png", "files do not match", copy(without_norms)),
     Case("broken choice", "generate fox -m {here}/model -o {here}/a.png", "underdraw.json",
          copy(lambda model: (model / "underdraw.json").write_text("{"))),
-    Case("choice of numbers", "generate fox -m {here}/model -o {here}/a.png", "names of a drafter",
+    Case("choice of numbers", "generate fox -m {here}/model -o {here}/a.png", "drafter, tree and verifier",
          copy(lambda model: (model / "underdraw.json").write_text('{"tree": 3}'))),
     # outputs
     Case("output exists", ONE, "exists; give another name", file("a.png", "mine")),
@@ -265,7 +265,7 @@ def test_model_that_cannot_be_downloaded(here: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     done = call("generate", "fox", "-m", "nobody/nothing", "-o", "a.png")
-    assert done.code == 2 and "nobody/nothing could not be fetched" in done.err and done.err.count("\n") == 1
+    assert done.code == 2 and "nobody/nothing could not be downloaded" in done.err and done.err.count("\n") == 1
 
 
 def test_full_disk(small_model: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from underdraw.engine.autotune import PassCosts, Workload, load_or_measure_costs
 from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 from underdraw.errors import ConfigError
 from underdraw.models.family import Placement
-from underdraw.models.random_weights import SHAPES, shape
+from underdraw.models.random_weights import SHAPES, model_shape
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import TreePlan
@@ -36,7 +36,7 @@ PARAMETERS = {"anole-7b": 6.7, "lumina-7b": 6.7, "llamagen-xl": 0.75, "janus-7b"
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_shapes_have_their_published_sizes(name: str) -> None:
-    own = shape(name)
+    own = model_shape(name)
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in Transformer(own.arch).parameters())
     assert abs(count / 1e9 / PARAMETERS[name] - 1) < 0.06
@@ -137,7 +137,7 @@ def test_bad_words_are_one_sentence(words: list[str], says: str, capsys: pytest.
 )
 def test_the_baseline_of_every_family(name: str, expected: str) -> None:
     """The classes of transformers, with the family's vocabulary and little else of its size."""
-    own = shape(name)
+    own = model_shape(name)
     arch = replace(own.arch, dim=32, layers=1, heads=4, kv_heads=2, head_dim=8, ffn=16, rope=Rope.one_axis(8))
     place = Placement(torch.device("cpu"), torch.float32)
     found = transformers_ms(name, replace(own, arch=arch), place, 1)

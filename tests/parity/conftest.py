@@ -1,59 +1,58 @@
-"""The small published checkpoints, each written and loaded once."""
+"""Small random checkpoints in every published layout, each written and loaded once per session."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import along
-import published
+import checkpoint_writers
 import pytest
-from along import Case
+from parity_cases import ParityCase, load
 
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("published")
+    return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="session")
-def anole(root: Path) -> Case:
-    source = published.anole(root / "anole")
-    return Case(root / "anole", source, along.load(root / "anole"))
+def anole(root: Path) -> ParityCase:
+    state = checkpoint_writers.write_anole(root / "anole")
+    return ParityCase(root / "anole", state, load(root / "anole"))
 
 
 @pytest.fixture(scope="session")
-def lumina(root: Path) -> Case:
-    source = published.lumina(root / "lumina" / "Lumina-mGPT-tiny-128")
+def lumina(root: Path) -> ParityCase:
     path = root / "lumina" / "Lumina-mGPT-tiny-128"
-    return Case(path, source, along.load(path))
+    state = checkpoint_writers.write_lumina(path)
+    return ParityCase(path, state, load(path))
 
 
 @pytest.fixture(scope="session")
-def t2i(root: Path) -> Case:
-    path, source = published.llamagen(root / "t2i", "t2i")
-    return Case(path, source, along.load(path))
+def t2i(root: Path) -> ParityCase:
+    path, state = checkpoint_writers.write_llamagen(root / "t2i", "t2i")
+    return ParityCase(path, state, load(path))
 
 
 @pytest.fixture(scope="session")
-def c2i(root: Path) -> Case:
-    path, source = published.llamagen(root / "c2i", "c2i")
-    return Case(path, source, along.load(path))
+def c2i(root: Path) -> ParityCase:
+    path, state = checkpoint_writers.write_llamagen(root / "c2i", "c2i")
+    return ParityCase(path, state, load(path))
 
 
 @pytest.fixture(scope="session")
-def converted(root: Path) -> Case:
+def converted(root: Path) -> ParityCase:
     path = root / "converted" / "LlamaGen-T2I"
-    source = published.llamagen_converted(path)
-    return Case(path, source, along.load(path))
+    state = checkpoint_writers.write_llamagen_converted(path)
+    return ParityCase(path, state, load(path))
 
 
 @pytest.fixture(scope="session")
-def janus(root: Path) -> Case:
-    source = published.janus(root / "janus")
-    return Case(root / "janus", source, along.load(root / "janus"))
+def janus(root: Path) -> ParityCase:
+    model = checkpoint_writers.write_janus(root / "janus")
+    return ParityCase(root / "janus", model, load(root / "janus"))
 
 
 @pytest.fixture(scope="session")
-def emu3(root: Path) -> Case:
-    source = published.emu3(root / "emu3")
-    return Case(root / "emu3", source, along.load(root / "emu3"))
+def emu3(root: Path) -> ParityCase:
+    model = checkpoint_writers.write_emu3(root / "emu3")
+    return ParityCase(root / "emu3", model, load(root / "emu3"))

@@ -1,4 +1,4 @@
-"""Emu3 against transformers: rows, logits, and whole greedy pictures by its own `generate`."""
+"""Emu3 against transformers: prompts, logits, and whole greedy images by its `generate`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import along
-import published
+import checkpoint_writers
+import parity_cases
 import pytest
 import torch
-from along import Case
+from parity_cases import ParityCase
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from underdraw.errors import CheckpointError
-from underdraw.models.emu3 import NEGATIVE, sizes
+from underdraw.models.emu3 import NEGATIVE_PROMPT, list_sizes, special_tokens
 from underdraw.models.family import ImageSize
 from underdraw.pipeline import Pipeline
 
-WORDS = "a red fox"
+PROMPT_TEXT = "a red fox"
 CODES = range(240, 304)
 
 
-def drawn(count: int) -> Tensor:
+def random_tokens(count: int) -> Tensor:
     return torch.randint(CODES.start, CODES.stop, (count,), generator=torch.Generator().manual_seed(3))
 
 
@@ -33,25 +33,25 @@ def logits(model: Any, tokens: list[int]) -> Tensor:
     return model(input_ids=torch.tensor([tokens])).logits[0, :, CODES.start : CODES.stop]
 
 
-def test_rows(emu3: Case) -> None:
-    """Start, text, image start, rows*columns, image; the negative prompt has a row of its own."""
+def test_prompt_tokens(emu3: ParityCase) -> None:
+    """Start, text, image start, rows*columns, image; the negative prompt is a sequence of its own."""
     model = emu3.model
     four, star = 20 + 22 + 4, 20 + 19
     header = (3, four, star, four, 5)
-    prompt = model.make_prompt(WORDS, None, model.sizes[0])
+    prompt = model.make_prompt(PROMPT_TEXT, None, model.sizes[0])
     assert prompt.condition == (1, 20, 21, 22, *header)
-    assert prompt.unconditional == model.make_prompt(NEGATIVE, None, model.sizes[0]).condition
-    assert model.make_prompt(WORDS, "", model.sizes[0]).unconditional == (1, *header)
+    assert prompt.unconditional == model.make_prompt(NEGATIVE_PROMPT, None, model.sizes[0]).condition
+    assert model.make_prompt(PROMPT_TEXT, "", model.sizes[0]).unconditional == (1, *header)
 
 
-def test_logits(emu3: Case) -> None:
-    """Along a row, its end and the next row, with guidance; the two rows of the batch differ in length."""
+def test_guided_logits_match_transformers(emu3: ParityCase) -> None:
+    """Along an image row, its end token and the next row; the two guidance rows differ in length."""
     model, size = emu3.model, emu3.model.sizes[0]
-    layout, prompt = model.make_layout(size), model.make_prompt(WORDS, "blue ice on the snow", size)
-    tokens = torch.cat([drawn(4), torch.tensor([6]), drawn(3)])
-    ours = along.logits_along(model, prompt, layout, tokens, 3.0)
+    layout, prompt = model.make_layout(size), model.make_prompt(PROMPT_TEXT, "blue ice on the snow", size)
+    tokens = torch.cat([random_tokens(4), torch.tensor([6]), random_tokens(3)])
+    ours = parity_cases.chain_logits(model, prompt, layout, tokens, 3.0)
     cond, uncond = (
-        logits(emu3.source, [*row, *tokens.tolist()])[len(row) - 1 :]
+        logits(emu3.reference, [*row, *tokens.tolist()])[len(row) - 1 :]
         for row in (prompt.condition, prompt.unconditional)
     )
     torch.testing.assert_close(ours, uncond + 3.0 * (cond - uncond), atol=1e-4, rtol=0)
@@ -59,10 +59,10 @@ def test_logits(emu3: Case) -> None:
 
 @pytest.mark.parametrize("tree", ["none", "adjacency"])
 @pytest.mark.parametrize("size", [ImageSize(32, 32), ImageSize(24, 40)])
-def test_greedy_pictures_are_those_of_transformers(emu3: Case, tree: str, size: ImageSize) -> None:
-    """Its own loop with unbatched guidance and tokens allowed by place, as its authors run it."""
+def test_greedy_images_match_transformers(emu3: ParityCase, tree: str, size: ImageSize) -> None:
+    """transformers' loop with unbatched guidance and allowed tokens by position, as the authors run it."""
     model = emu3.model
-    layout, prompt = model.make_layout(size), model.make_prompt(WORDS, "blue ice", size)
+    layout, prompt = model.make_layout(size), model.make_prompt(PROMPT_TEXT, "blue ice", size)
     assert size in model.sizes
     row, negative = (torch.tensor([part]) for part in (prompt.condition, prompt.unconditional))
     epilogue = list(layout.epilogue)
@@ -74,36 +74,41 @@ def test_greedy_pictures_are_those_of_transformers(emu3: Case, tree: str, size: 
             return [epilogue[step - raster]]
         return [6] if step % (layout.width + 1) == layout.width else list(CODES)
 
-    theirs = emu3.source.generate(
+    theirs = emu3.reference.generate(
         input_ids=row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=layout.steps,
         guidance_scale=3.0, negative_prompt_ids=negative, negative_prompt_attention_mask=torch.ones_like(negative),
         prefix_allowed_tokens_fn=allowed, pad_token_id=0,
     )[0, row.shape[1] :]  # fmt: skip
     pipe = Pipeline(model, drafter="jacobi", tree=tree)
-    drawn = pipe(
-        WORDS, negative_prompt="blue ice", temperature=0, height=size.height, width=size.width, output_type="codes"
+    out = pipe(
+        PROMPT_TEXT,
+        negative_prompt="blue ice",
+        temperature=0,
+        height=size.height,
+        width=size.width,
+        output_type="codes",
     )
-    assert torch.equal(drawn.images[0], layout.grid(theirs))
+    assert torch.equal(out.images[0], layout.grid(theirs))
     assert theirs[-3:].tolist() == epilogue
 
 
-def test_decoded_pictures(emu3: Case) -> None:
+def test_decoded_pixels_match_transformers(emu3: ParityCase) -> None:
     """The first of the four frames that transformers decodes."""
-    codes = (drawn(24) - CODES.start).view(2, 3, 4)
+    codes = (random_tokens(24) - CODES.start).view(2, 3, 4)
     with torch.no_grad():
-        theirs = emu3.source.model.vqmodel.decode(codes).clamp(-1, 1)
+        theirs = emu3.reference.model.vqmodel.decode(codes).clamp(-1, 1)
     torch.testing.assert_close(emu3.model.image_tokenizer.decode(codes), theirs, atol=1e-4, rtol=0)
 
 
-def test_encoded_pictures(emu3: Case) -> None:
+def test_encoded_codes_match_transformers(emu3: ParityCase) -> None:
     pixels = torch.randn(2, 3, 24, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        theirs = emu3.source.model.vqmodel.encode(pixels, torch.tensor([[24, 32]] * 2)).image_tokens
+        theirs = emu3.reference.model.vqmodel.encode(pixels, torch.tensor([[24, 32]] * 2)).image_tokens
     assert torch.equal(emu3.model.image_tokenizer.encode(pixels), torch.stack(list(theirs)))
 
 
-def test_the_older_names(tmp_path: Path, emu3: Case) -> None:
-    """transformers 4.48 to 4.51 wrote the same model under other prefixes."""
+def test_older_tensor_names_load(tmp_path: Path, emu3: ParityCase) -> None:
+    """transformers 4.48 to 4.51 saved the same model under other prefixes."""
     folder = tmp_path / "old"
     folder.mkdir()
     state = {}
@@ -114,31 +119,29 @@ def test_the_older_names(tmp_path: Path, emu3: Case) -> None:
     save_file(state, folder / "model.safetensors")
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(emu3.path / name, folder)
-    old, new = along.load(folder).target.net.state_dict(), emu3.model.target.net.state_dict()
+    old, new = parity_cases.load(folder).target.net.state_dict(), emu3.model.target.net.state_dict()
     assert all(torch.equal(old[name], new[name]) for name in new)
 
 
 def test_published_sizes() -> None:
     """720x720 as 90x90 codes, and the authors' ratios at the same area."""
-    found = [str(size) for size in sizes(518400, 8)]
-    assert found[:3] == ["720x720", "624x832", "832x624"] and "544x960" in found and len(found) == 7
+    sizes = [str(size) for size in list_sizes(518400, 8)]
+    assert sizes[:3] == ["720x720", "624x832", "832x624"] and "544x960" in sizes and len(sizes) == 7
 
 
-def test_scattered_image_tokens(tmp_path: Path, emu3: Case) -> None:
+def test_scattered_image_tokens_are_an_error(tmp_path: Path, emu3: ParityCase) -> None:
     folder = shutil.copytree(emu3.path, tmp_path / "emu3")
     config = json.loads((folder / "config.json").read_text())
     config["vocabulary_map"]["<|visual token 000063|>"] = 9
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="not 64 ids in a row"):
-        along.load(folder)
+    with pytest.raises(CheckpointError, match="not 64 in a row"):
+        parity_cases.load(folder)
 
 
-def test_special_tokens_of_the_published_vocabulary() -> None:
-    from underdraw.models.emu3 import tokens
-
-    own = tokens({}, 32768)
-    assert own.codes == range(151854, 184622) and own.row_end == 151846
-    assert (own.start, own.end, own.image_start, own.image_end, own.image, own.frame_end) == (
-        151849, 151850, 151852, 151853, 151851, 151847,
-    )  # fmt: skip
-    assert published.EMU3_SPECIALS.keys() >= {"<|extra_200|>", "<|image token|>"}
+def test_published_special_token_ids() -> None:
+    tokens = special_tokens({}, 32768)
+    assert tokens.codes == range(151854, 184622) and tokens.row_end == 151846
+    assert (tokens.start, tokens.end) == (151849, 151850)
+    assert (tokens.image_start, tokens.image_end, tokens.image) == (151852, 151853, 151851)
+    assert tokens.frame_end == 151847
+    assert checkpoint_writers.EMU3_SPECIALS.keys() >= {"<|extra_200|>", "<|image token|>"}

@@ -1,19 +1,19 @@
-"""Invariant 1 for every family: with its own prompts, guidance and layout, drafting changes no token."""
+"""Every family decodes the same tokens with and without drafting, with its prompts, guidance and layout."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import published
+import checkpoint_writers
 import pytest
 import torch
 import toy
-from along import Case
+from parity_cases import ParityCase
 
 from underdraw.drafters.eagle import Eagle
 from underdraw.drafters.loading import SHARED, build
-from underdraw.models.published_drafters import open_drafter
+from underdraw.models.loading import load_drafter_files
 from underdraw.pipeline import Pipeline
 
 FAMILIES = ("anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3")
@@ -21,12 +21,12 @@ HEADS = {"anole": ("anole", 4), "lumina": ("anole", 1), "t2i": ("llamagen", 0), 
 PROMPTS = {"c2i": ["goldfish", "3"]}
 
 
-def drafter(name: str, case: Case, folder: Path) -> Any:
-    """A published head with random weights where the family has one, else a random head of our own."""
+def random_drafter(name: str, case: ParityCase, folder: Path) -> Any:
+    """A LANTERN head with random weights where the family has one, else a random EAGLE drafter of our format."""
     if name in HEADS:
         kind, rows = HEADS[name]
-        published.drafter(folder, kind, rows=rows)
-        return open_drafter(folder, case.model.target)
+        checkpoint_writers.write_drafter(folder, kind, rows=rows)
+        return load_drafter_files(folder, case.model)
     net = build(case.model.target, "eagle", {"layers": 1, "ffn": 64, "above": False})
     for parameter_name, parameter in net.named_parameters():
         if not parameter_name.startswith(SHARED):
@@ -40,7 +40,7 @@ def drafter(name: str, case: Case, folder: Path) -> Any:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_same_seed_same_image(request: pytest.FixtureRequest, tmp_path: Path, name: str, temperature: float) -> None:
     """Two prompts of different lengths in one batch, guidance on, against plain autoregression."""
-    case: Case = request.getfixturevalue(name)
+    case: ParityCase = request.getfixturevalue(name)
     prompts = PROMPTS.get(name, ["a red fox on the blue ice", "snow"])
 
     def codes(**parts: Any) -> torch.Tensor:
@@ -50,15 +50,15 @@ def test_same_seed_same_image(request: pytest.FixtureRequest, tmp_path: Path, na
         return out.images
 
     plain = codes(drafter="jacobi", tree="none")
-    head = drafter(name, case, tmp_path)
+    head = random_drafter(name, case, tmp_path)
     assert torch.equal(codes(drafter=head, tree="confidence:nodes=12,depth=4,top_k=3"), plain)
     assert torch.equal(codes(drafter=head, tree="adjacency:nodes=16"), plain)
     assert torch.equal(codes(drafter="jacobi", tree="chain:depth=5"), plain)
-    assert plain[0].unique().numel() > 2  # a picture of one code would prove little
+    assert plain[0].unique().numel() > 2  # an image of one code would prove little
 
 
-def test_janus_head_keeps_its_bits(janus: Case) -> None:
-    """The head with a hidden layer gives a row the same bits whatever else is in the pass."""
+def test_janus_head_is_row_invariant(janus: ParityCase) -> None:
+    """The head with a hidden layer gives a row the same bits alone and among others."""
     net = janus.model.target.net
     features = torch.randn(1, 67, net.arch.dim, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_janus_head_keeps_its_bits(janus: Case) -> None:
     assert torch.equal(together, alone)
 
 
-def test_every_family_has_a_case() -> None:
+def test_every_family_has_a_parity_case() -> None:
     from underdraw.registry import families
 
     assert {*families.names()} - {"tiny"} == {"anole", "lumina", "llamagen", "janus", "emu3"}

@@ -1,4 +1,4 @@
-"""docs/models.md: its example family works as written, its commands run, its tables tell the truth."""
+"""docs/models.md: its example family works as written, its commands run, its tables are correct."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import shlex
 import sys
 from pathlib import Path
 
-import published
+import checkpoint_writers
 import pytest
 import torch
-from along import Case
 from commands import call
 from safetensors.torch import save_file
 
@@ -23,21 +22,21 @@ from underdraw.registry import families
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", PAGE, re.S)
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
 
 
-def test_the_example_is_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written to a file as it stands there, registered, it loads a checkpoint and draws the same with every tree."""
-    (example,) = blocks("python")
+def test_example_family_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered under the entry point of the page, it loads a checkpoint and decodes the same with every tree."""
+    (example,) = code_blocks("python")
     (tmp_path / "grey.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(families._entries, "grey", re.findall(r'grey = "(.*)"', PAGE)[0])
-    config = {**published.CHAMELEON, "vocab_size": 19, "model_type": "grey"}
-    state = published.random([*published.decoder_shapes(config), ("lm_head.weight", (19, 32))])
+    config = {**checkpoint_writers.CHAMELEON, "vocab_size": 19, "model_type": "grey"}
+    shapes = [*checkpoint_writers.decoder_shapes(config), ("lm_head.weight", (19, 32))]
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    save_file(state, folder / "model.safetensors")
+    save_file(checkpoint_writers.random_state(shapes), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     plain, drafted = (
         Pipeline.from_pretrained(folder, drafter="jacobi", tree=tree)("dark bright", seed=3, output_type="codes").images
@@ -50,50 +49,61 @@ def test_the_example_is_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     del sys.modules["grey"]
 
 
-def test_documented_commands_about_models() -> None:
-    found = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("underdraw models")]
-    assert len(found) == 2
-    assert call(*shlex.split(found[0])[1:]).code == 0
+def test_models_commands_run() -> None:
+    commands = [
+        line for block in code_blocks("bash") for line in block.splitlines() if line.startswith("underdraw models")
+    ]
+    assert len(commands) == 2
+    assert all(call(*shlex.split(command)[1:]).code == 0 for command in commands)
 
 
-OURS = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("underdraw")]
+GENERATE_COMMANDS = [line for block in code_blocks("sh") for line in block.splitlines() if line.startswith("underdraw")]
+LOCAL_MODELS = {
+    "leloy/Anole-7b-v0.1-hf": "anole",
+    "Alpha-VLLM/Lumina-mGPT-7B-768": "lumina",
+    "jadohu/LlamaGen-T2I": "converted",
+    "FoundationVision/LlamaGen/c2i_B_256.pt": "c2i",
+    "deepseek-community/Janus-Pro-1B": "janus",
+    "Emu3-community/Emu3-Gen-hf": "emu3",
+}
 
 
-@pytest.mark.parametrize("command", OURS, ids=lambda command: command[-14:])
-def test_commands_beside_theirs(
-    command: str, anole: Case, converted: Case, lumina: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_published_family_has_a_command() -> None:
+    assert len(GENERATE_COMMANDS) == 9
+    assert all(any(model in shlex.split(command) for command in GENERATE_COMMANDS) for model in LOCAL_MODELS)
+
+
+@pytest.mark.parametrize("command", GENERATE_COMMANDS, ids=lambda command: shlex.split(command)[-1])
+def test_generate_commands_run(
+    command: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they stand there, with small checkpoints in the place of the published ones."""
+    """As written, with small checkpoints instead of the published ones."""
     monkeypatch.chdir(tmp_path)
-    published.drafter(tmp_path / "anole_drafter", "anole")
-    published.drafter(tmp_path / "llamagen_drafter", "llamagen")
-    local = {
-        "leloy/Anole-7b-v0.1-hf": anole.path,
-        "jadohu/LlamaGen-T2I": converted.path,
-        "Alpha-VLLM/Lumina-mGPT-7B-768": lumina.path,
-        "jadohu/anole_drafter": tmp_path / "anole_drafter",
-        "jadohu/llamagen_drafter": tmp_path / "llamagen_drafter",
-    }
-    words = [str(local.get(word, word)) for word in shlex.split(command)[1:]]
-    assert any(word in command for word in local)
+    words = shlex.split(command)[1:]
+    (hub_id,) = LOCAL_MODELS.keys() & set(words)
+    words[words.index(hub_id)] = str(request.getfixturevalue(LOCAL_MODELS[hub_id]).path)
+    for kind in ("anole", "llamagen"):
+        if f"jadohu/{kind}_drafter" in words:
+            checkpoint_writers.write_drafter(tmp_path / kind, kind)
+            words[words.index(f"jadohu/{kind}_drafter")] = str(tmp_path / kind)
     done = call(*words)
     assert done.code == 0, done.err
     assert (tmp_path / words[-1]).exists()
 
 
 def test_options_in_the_table_exist() -> None:
-    """Every option in the column of ours is one of `underdraw generate`."""
-    helped = call("generate", "--help").out
+    """Every option in the column of underdraw is one of `underdraw generate`."""
     rows = re.findall(r"^\| `--.*?\| (.*?) \|.*$", PAGE, re.M)
-    given = {option for row in rows for option in re.findall(r"--[a-z-]+", row)}
-    assert len(given) > 12
-    known = set(re.findall(r"--[a-z-]+", helped))
-    assert given <= known
+    documented = {option for row in rows for option in re.findall(r"--[a-z-]+", row)}
+    existing = set(re.findall(r"--[a-z-]+", call("generate", "--help").out))
+    assert len(documented) > 12
+    assert documented <= existing
 
 
-def test_published_ids_in_the_page_are_those_of_the_families() -> None:
-    """No name in the page that a family does not list, and no drafter left out."""
-    listed = {entry["id"] for family in list_families() for entry in family["published"]}
-    heads = {head for family in list_families() for head in family["drafters"]}
-    for name in heads | {entry for entry in listed if entry.endswith(("-hf", "stage1_256.pt", "T2I", "B_256.pt"))}:
-        assert name in PAGE or name == "BAAI/Emu3-Gen-hf", name
+@pytest.mark.parametrize("family", list_families(), ids=lambda family: family["family"])
+def test_table_lists_checkpoints_licences_and_drafters(family: dict[str, object]) -> None:
+    rows = "\n".join(re.findall(rf"^\| `{family['family']}` \|.*$", PAGE, re.M))
+    assert all(f"| {entry['licence']} |" in rows for entry in family["published"])
+    assert all(f"`{drafter}`" in rows for drafter in family["drafters"])
+    listed = [entry["id"] for entry in family["published"] if entry["id"].endswith(("-hf", ".pt", "T2I", "T2I-2"))]
+    assert all(name in rows or "c2i" in name or name == "BAAI/Emu3-Gen-hf" for name in listed)

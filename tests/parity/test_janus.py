@@ -1,4 +1,4 @@
-"""Janus against transformers: rows, logits, and whole greedy pictures by its own `generate`."""
+"""Janus against transformers: prompts, logits, and whole greedy images by its `generate`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import json
 import shutil
 from pathlib import Path
 
-import along
+import parity_cases
 import pytest
 import torch
-from along import Case
+from parity_cases import ParityCase
 from torch import Tensor
 
 from underdraw.errors import CheckpointError
 from underdraw.pipeline import Pipeline
 
-WORDS = "a red fox"
+PROMPT_TEXT = "a red fox"
 
 
-def drawn(count: int) -> Tensor:
+def random_codes(count: int) -> Tensor:
     return torch.randint(0, 64, (count,), generator=torch.Generator().manual_seed(2))
 
 
@@ -31,63 +31,71 @@ def logits(model: object, row: tuple[int, ...], codes: Tensor) -> Tensor:
     return model.model.generation_head(hidden)[0, len(row) - 1 :]  # type: ignore[attr-defined]
 
 
-def test_rows(janus: Case) -> None:
-    """One turn of talk; the unconditional row is as long, with padding between start and image start."""
-    prompt = janus.model.make_prompt(f" {WORDS} ", None, janus.model.sizes[0])
+def test_prompt_tokens(janus: ParityCase) -> None:
+    """One chat turn; the unconditional row is as long, with padding between start and image start."""
+    prompt = janus.model.make_prompt(f" {PROMPT_TEXT} ", None, janus.model.sizes[0])
     colon = 20 + 20
     assert prompt.condition == (1, 6, colon, 20, 21, 22, 7, colon, 4)
     assert prompt.unconditional == (1, *[2] * 7, 4)
-    assert janus.model.make_prompt(WORDS, "ice", janus.model.sizes[0]).unconditional == (1, 6, colon, 26, 7, colon, 4)
+    assert janus.model.make_prompt(PROMPT_TEXT, "ice", janus.model.sizes[0]).unconditional == (
+        1,
+        6,
+        colon,
+        26,
+        7,
+        colon,
+        4,
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 5.0])
-def test_logits(janus: Case, scale: float) -> None:
-    model, codes = janus.model, drawn(11)
+def test_logits_match_transformers(janus: ParityCase, scale: float) -> None:
+    model, codes = janus.model, random_codes(11)
     size = model.sizes[0]
-    layout, prompt = model.make_layout(size), model.make_prompt(WORDS, None, size)
-    ours = along.logits_along(model, prompt, layout, codes + layout.codes.start, scale)
-    cond, uncond = (logits(janus.source, row, codes) for row in (prompt.condition, prompt.unconditional))  # type: ignore[arg-type]
+    layout, prompt = model.make_layout(size), model.make_prompt(PROMPT_TEXT, None, size)
+    ours = parity_cases.chain_logits(model, prompt, layout, codes + layout.codes.start, scale)
+    cond, uncond = (logits(janus.reference, row, codes) for row in (prompt.condition, prompt.unconditional))  # type: ignore[arg-type]
     torch.testing.assert_close(ours, uncond + scale * (cond - uncond), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("tree", ["none", "adjacency"])
-@pytest.mark.parametrize("words", [WORDS, "snow on the blue ice"])
-def test_greedy_pictures_are_those_of_transformers(janus: Case, tree: str, words: str) -> None:
+@pytest.mark.parametrize("words", [PROMPT_TEXT, "snow on the blue ice"])
+def test_greedy_images_match_transformers(janus: ParityCase, tree: str, words: str) -> None:
     pipe = Pipeline(janus.model, drafter="jacobi", tree=tree)
     ours = pipe(words, temperature=0, output_type="codes").images
     row = torch.tensor([janus.model.make_prompt(words, None, janus.model.sizes[0]).condition])
-    theirs = janus.source.generate(
+    theirs = janus.reference.generate(
         row, attention_mask=torch.ones_like(row), generation_mode="image", do_sample=False, guidance_scale=5
     )
     assert torch.equal(ours.flatten(1), theirs)
 
 
-def test_decoded_pictures(janus: Case) -> None:
-    codes = drawn(16).view(1, 16)
-    theirs = janus.source.model.vqmodel.decode(codes).clamp(-1, 1)
+def test_decoded_pixels_match_transformers(janus: ParityCase) -> None:
+    codes = random_codes(16).view(1, 16)
+    theirs = janus.reference.model.vqmodel.decode(codes).clamp(-1, 1)
     torch.testing.assert_close(janus.model.image_tokenizer.decode(codes.view(1, 4, 4)), theirs, atol=1e-4, rtol=0)
 
 
-def test_cells(janus: Case) -> None:
-    """What the encoder makes of pixels, before codes are compared: transformers leaves out that they have length 1."""
+def test_encoder_outputs_match_transformers(janus: ParityCase) -> None:
+    """Compared before quantisation, since transformers does not normalise the vectors to length 1 as the authors do."""
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    other, own = janus.source.model.vqmodel, janus.model.image_tokenizer
+    other, ours = janus.reference.model.vqmodel, janus.model.image_tokenizer
     with torch.no_grad():
         theirs = other.quant_conv(other.encoder(pixels))
-        torch.testing.assert_close(own.quant_conv(own.encoder(pixels)), theirs, atol=1e-4, rtol=0)
-    cells, book = (torch.nn.functional.normalize(x, dim=-1) for x in (theirs.movedim(1, -1), own.codebook))
-    assert torch.equal(own.encode(pixels), (cells @ book.T).argmax(-1))
+        torch.testing.assert_close(ours.quant_conv(ours.encoder(pixels)), theirs, atol=1e-4, rtol=0)
+    cells, book = (torch.nn.functional.normalize(x, dim=-1) for x in (theirs.movedim(1, -1), ours.codebook))
+    assert torch.equal(ours.encode(pixels), (cells @ book.T).argmax(-1))
 
 
-def test_shards(janus: Case) -> None:
+def test_checkpoint_has_many_shards(janus: ParityCase) -> None:
     assert len(list(janus.path.glob("*.safetensors"))) > 10
 
 
-def test_a_missing_part_is_named(tmp_path: Path, janus: Case) -> None:
+def test_missing_shard_is_named(tmp_path: Path, janus: ParityCase) -> None:
     folder = shutil.copytree(janus.path, tmp_path / "janus")
     index = folder / "model.safetensors.index.json"
     files = json.loads(index.read_text())
     lost = files["weight_map"]["model.language_model.layers.1.mlp.down_proj.weight"]
     (folder / lost).unlink()
     with pytest.raises(CheckpointError, match=f"has no {lost}"):
-        along.load(folder)
+        parity_cases.load(folder)

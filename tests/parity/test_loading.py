@@ -1,4 +1,4 @@
-"""Checkpoints on disk and on the hub: what is refused, with which sentence, and how much memory loading takes."""
+"""Loading checkpoints from disk and the hub: error messages, companions, and how much memory it takes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import along
-import published
+import checkpoint_writers
+import parity_cases
 import pytest
 import torch
-from along import Case
+from parity_cases import ParityCase
 from safetensors.torch import load_file, save_file
 
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
@@ -28,107 +28,108 @@ from underdraw.pipeline import Pipeline
 
 
 @pytest.fixture
-def folder(tmp_path: Path, anole: Case) -> Path:
+def folder(tmp_path: Path, anole: ParityCase) -> Path:
     return shutil.copytree(anole.path, tmp_path / "anole")
 
 
-def edit(folder: Path, change: Any) -> None:
-    """Rewrite the shards."""
+def edit_shards(folder: Path, change: Any) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         state = load_file(path)
         change(state)
         save_file(state, path)
 
 
-def test_missing_keys_are_named(folder: Path) -> None:
+def test_missing_tensors_are_named(folder: Path) -> None:
     def change(state: dict[str, torch.Tensor]) -> None:
         state.pop("model.layers.1.self_attn.q_proj.weight", None)
 
-    edit(folder, change)
-    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.self_attn\.q_proj\.weight and has nothing"):
-        along.load(folder)
+    edit_shards(folder, change)
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.self_attn\.q_proj\.weight; it is incomplete"):
+        parity_cases.load(folder)
 
 
-def test_unexpected_keys_are_named(folder: Path) -> None:
-    edit(folder, lambda state: state.update({f"model.extra.{i}": torch.zeros(1) for i in range(9)}))
-    with pytest.raises(CheckpointError, match=r"has model\.extra\.0, .*model\.extra\.5 and 3 more that its family"):
-        along.load(folder)
+def test_unexpected_tensors_are_named(folder: Path) -> None:
+    edit_shards(folder, lambda state: state.update({f"model.extra.{i}": torch.zeros(1) for i in range(9)}))
+    with pytest.raises(CheckpointError, match=r"has unexpected model\.extra\.0, .*model\.extra\.5 and 3 more; it is"):
+        parity_cases.load(folder)
 
 
 def test_wrong_shapes_are_named(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
-    with pytest.raises(CheckpointError, match=r"has the shape \(\d+, \d+\) where its configuration says"):
-        along.load(folder)
+    with pytest.raises(CheckpointError, match=r"has the shape \(\d+, \d+\), but its configuration says"):
+        parity_cases.load(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 1000, -1])
-def test_truncated_safetensors(folder: Path, keep: int) -> None:
+def test_truncated_safetensors_are_an_error(folder: Path, keep: int) -> None:
     path = sorted(folder.glob("*.safetensors"))[1]
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=rf"{path.name} cannot be read \(.*damaged or incomplete: fetch it again"):
-        along.load(folder)
+    with pytest.raises(
+        CheckpointError, match=rf"{path.name} cannot be read \(.*damaged or incomplete: download it again"
+    ):
+        parity_cases.load(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 100, -100])
-def test_truncated_pickles(tmp_path: Path, keep: int) -> None:
-    path, _ = published.llamagen(tmp_path, "c2i")
+def test_truncated_pickles_are_an_error(tmp_path: Path, keep: int) -> None:
+    path, _ = checkpoint_writers.write_llamagen(tmp_path, "c2i")
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=r"c2i_XL_64\.pt cannot be read"):
-        along.load(path)
+        parity_cases.load(path)
 
 
-class Harmful:
+class CodeInPickle:
     def __reduce__(self) -> tuple[Any, ...]:
         return (print, ("this ran",))
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_pickles_run_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], zipped: bool) -> None:
-    torch.save({"model": Harmful()}, tmp_path / "m.pt", _use_new_zipfile_serialization=zipped)
+def test_code_in_pickles_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], zipped: bool) -> None:
+    torch.save({"model": CodeInPickle()}, tmp_path / "m.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(CheckpointError, match="not weights, and running them would not be safe"):
-        along.load(tmp_path / "m.pt")
-    (tmp_path / "n.pt").write_bytes(pickle.dumps(Harmful(), protocol=2))
+        parity_cases.load(tmp_path / "m.pt")
+    (tmp_path / "n.pt").write_bytes(pickle.dumps(CodeInPickle(), protocol=2))
     with pytest.raises(CheckpointError):
-        along.load(tmp_path / "n.pt")
+        parity_cases.load(tmp_path / "n.pt")
     assert "this ran" not in capsys.readouterr().out
 
 
-def test_old_pickles_load(tmp_path: Path, c2i: Case) -> None:
-    """Files from before torch's zip format cannot be mapped into memory, but read."""
-    path, state = published.llamagen(tmp_path, "c2i")
-    torch.save({"model": state}, path, _use_new_zipfile_serialization=False)
-    own, other = along.load(path).target.net.state_dict(), c2i.model.target.net.state_dict()
-    assert all(torch.equal(own[name], other[name]) for name in other)
+def test_old_pickle_format_loads(tmp_path: Path, c2i: ParityCase) -> None:
+    """Files from before torch's zip format cannot be memory-mapped."""
+    path, written = checkpoint_writers.write_llamagen(tmp_path, "c2i")
+    torch.save({"model": written}, path, _use_new_zipfile_serialization=False)
+    state, expected = parity_cases.load(path).target.net.state_dict(), c2i.model.target.net.state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-def test_what_no_family_knows(tmp_path: Path) -> None:
+def test_unsupported_family_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(
-        UnsupportedError, match=r"no family that underdraw knows \(mamba\); known are anole, emu3, janus"
+        UnsupportedError, match=r"\(mamba\) is of no supported family; supported are anole, emu3, janus"
     ):
-        along.load(tmp_path)
+        parity_cases.load(tmp_path)
     torch.save({"model": {"weight": torch.zeros(1)}}, tmp_path / "other.pt")
-    with pytest.raises(UnsupportedError, match="of no family"):
-        along.load(tmp_path / "other.pt")
+    with pytest.raises(UnsupportedError, match="of no supported family"):
+        parity_cases.load(tmp_path / "other.pt")
 
 
-def test_configurations_that_cannot_be_loaded(folder: Path) -> None:
+def test_unsupported_configuration_is_an_error(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     for change, message in (
         ({"attention_bias": True}, "has attention_bias"),
         ({"hidden_act": "gelu"}, "only silu"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, r"scales its positions \(linear\)"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, r"scales its rotary positions \(linear\)"),
     ):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UnsupportedError, match=message):
-            along.load(folder)
+            parity_cases.load(folder)
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
     with pytest.raises(CheckpointError, match=r"configuration of .* is incomplete or damaged"):
-        along.load(folder)
+        parity_cases.load(folder)
 
 
-def test_sizes_that_a_family_does_not_draw(anole: Case, lumina: Case) -> None:
+def test_unsupported_image_size_is_an_error(anole: ParityCase, lumina: ParityCase) -> None:
     with pytest.raises(ConfigError, match=r"cannot generate 500x64 \(height x width\) pixels; use 64x64"):
         anole.model.resolve_size(500, None)
     with pytest.raises(ConfigError, match=r"use 128x128, .*96x160"):
@@ -137,12 +138,12 @@ def test_sizes_that_a_family_does_not_draw(anole: Case, lumina: Case) -> None:
     assert lumina.model.resolve_size(None, None) == ImageSize(128, 128)
 
 
-def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_missing_package_names_the_install_command(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(
         UnsupportedError, match=r"needs the package tokenizers; install it with: pip install 'underdraw\[fam"
     ):
-        along.load(folder)
+        parity_cases.load(folder)
     with pytest.raises(UnsupportedError, match="needs the package no_such_package"):
         require_package("no_such_package", "families", "a test")
 
@@ -160,71 +161,71 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch, fo
         ("a//b", False),
     ],
 )
-def test_names_of_the_hub(name: str, expected: bool) -> None:
+def test_hub_ids_are_recognised(name: str, expected: bool) -> None:
     """A dot in a repository's name does not make it a file."""
     assert is_hub_id(name) == expected
 
 
-def test_the_hub_is_asked_as_the_user_said(monkeypatch: pytest.MonkeyPatch, anole: Case) -> None:
+def test_hub_options_reach_the_download(monkeypatch: pytest.MonkeyPatch, anole: ParityCase) -> None:
     import huggingface_hub
 
-    asked: list[tuple[Any, ...]] = []
+    requests: list[tuple[Any, ...]] = []
 
     def snapshot(name: str, **options: Any) -> str:
-        asked.append((name, options))
+        requests.append((name, options))
         return str(anole.path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     hub = HubOptions(revision="v1", token="secret", cache_dir="/cache", local_files_only=True)
     checkpoint = open_checkpoint("leloy/Anole-7b-v0.1-hf", hub)
-    name, options = asked[0]
+    name, options = requests[0]
     assert name == "leloy/Anole-7b-v0.1-hf" and checkpoint.path == anole.path
-    wanted = {"revision": "v1", "token": "secret", "cache_dir": "/cache", "local_files_only": True}
-    assert {key: options[key] for key in wanted} == wanted
-    checkpoint.fetched(["not there"], "leloy/Anole-7b-v0.1-vqvae-hf")
-    assert asked[1][1]["revision"] is None and asked[1][1]["token"] == "secret"
+    expected = {"revision": "v1", "token": "secret", "cache_dir": "/cache", "local_files_only": True}
+    assert {key: options[key] for key in expected} == expected
+    checkpoint.find_or_download(["missing"], "leloy/Anole-7b-v0.1-vqvae-hf")
+    assert requests[1][1]["revision"] is None and requests[1][1]["token"] == "secret"
 
 
-def test_from_the_hubs_cache_offline(tmp_path: Path, anole: Case) -> None:
+def test_model_is_opened_from_the_hub_cache(tmp_path: Path, anole: ParityCase) -> None:
     repository = tmp_path / "models--leloy--Anole-7b-v0.1-hf"
     shutil.copytree(anole.path, repository / "snapshots" / ("a" * 40))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("a" * 40)
     hub = HubOptions(cache_dir=str(tmp_path), local_files_only=True)
     assert open_checkpoint("leloy/Anole-7b-v0.1-hf", hub).config["model_type"] == "chameleon"
-    with pytest.raises(CheckpointError, match="nobody/nothing could not be fetched"):
+    with pytest.raises(CheckpointError, match="nobody/nothing could not be downloaded"):
         open_checkpoint("nobody/nothing", hub)
 
 
-def test_companions_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_companions_are_found_through_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "vqgan.ckpt").touch()
     (tmp_path / "near" / "model").mkdir(parents=True)
     checkpoint = Checkpoint(tmp_path / "near" / "model", "m")
-    assert checkpoint.companion(["vqgan.ckpt"]) is None
+    assert checkpoint.find_companion(["vqgan.ckpt"]) is None
     monkeypatch.setenv("UNDERDRAW_FILES", f"/nowhere:{tmp_path / 'far'}")
-    assert checkpoint.companion(["vqgan.ckpt"]) == tmp_path / "far" / "vqgan.ckpt"
+    assert checkpoint.find_companion(["vqgan.ckpt"]) == tmp_path / "far" / "vqgan.ckpt"
 
 
-def test_a_companion_that_is_nowhere(tmp_path: Path) -> None:
-    published.anole(tmp_path / "model", decoder=False)
+def test_missing_companion_is_an_error(tmp_path: Path) -> None:
+    checkpoint_writers.write_anole(tmp_path / "model", decoder=False)
     (tmp_path / "model" / "vqgan.ckpt").unlink()
     checkpoint = open_checkpoint(
         tmp_path / "model", HubOptions(cache_dir=str(tmp_path / "cache"), local_files_only=True)
     )
-    with pytest.raises(CheckpointError, match=r"also needs vqgan\.ckpt, .*UNDERDRAW_FILES names; and leloy/Anole"):
-        load_model(checkpoint, along.CPU)
+    with pytest.raises(CheckpointError, match=r"also needs vqgan\.ckpt, .*UNDERDRAW_FILES; and leloy/Anole"):
+        load_model(checkpoint, parity_cases.CPU)
 
 
 @pytest.mark.parametrize("name", ["anole", "lumina", "t2i", "c2i", "janus", "emu3"])
-def test_matrices_are_input_major(request: pytest.FixtureRequest, name: str) -> None:
-    """How a CPU keeps the promise of the same bits; they are allocated so, not turned afterwards."""
+def test_weights_are_allocated_input_major(request: pytest.FixtureRequest, name: str) -> None:
+    """The layout that makes GEMMs row-invariant on a CPU; it is allocated so, not transposed after loading."""
     target = request.getfixturevalue(name).model.target
     layers = [layer for layer in target.net.modules() if isinstance(layer, Linear)]
     assert layers and all(layer.weight.stride() == (1, layer.weight.shape[0]) for layer in layers)
 
 
-def test_defaults_are_those_of_the_configuration_classes() -> None:
+def test_defaults_match_transformers_configurations() -> None:
     """Configurations leave out what equals the defaults of their class, so ours have to be the same."""
     from transformers import ChameleonConfig, Emu3TextConfig, Emu3VQVAEConfig, LlamaConfig
 
@@ -239,9 +240,9 @@ def test_defaults_are_those_of_the_configuration_classes() -> None:
             assert value == theirs or key == "bos_token_id", key
 
 
-def test_another_number_format(t2i: Case) -> None:
-    """A loaded pipeline may change its type; text features follow."""
-    pipe = Pipeline(along.load(t2i.path), drafter="jacobi", tree="none").to(dtype="bfloat16")
+def test_loaded_pipeline_changes_dtype(t2i: ParityCase) -> None:
+    """Text features follow the new dtype."""
+    pipe = Pipeline(parity_cases.load(t2i.path), drafter="jacobi", tree="none").to(dtype="bfloat16")
     assert pipe("a red fox", seed=1, output_type="codes").complete
 
 
@@ -249,7 +250,7 @@ MEMORY = """
 import sys, torch
 from pathlib import Path
 from underdraw.models.loading import load_model
-from underdraw.models import weight_map as weights
+from underdraw.models import weight_map
 from underdraw.models.checkpoint import Checkpoint, open_checkpoint
 from underdraw.models.family import Placement
 
@@ -257,15 +258,15 @@ torch.set_num_threads(1)
 def anonymous():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
 
-peaks, fitting = [], weights._fitting
-def watched(*given):
-    out = fitting(*given)
+peaks, match_shape = [], weight_map._match_shape
+def watched(*args):
+    out = match_shape(*args)
     peaks.append(anonymous())
     return out
 
-weights._fitting = watched
+weight_map._match_shape = watched
 with torch.device("meta"):
-    torch.nn.Embedding(3, 3).to_empty(device="cpu")  # torch loads 70 MB of its own the first time
+    torch.nn.Embedding(3, 3).to_empty(device="cpu")  # torch allocates 70 MB the first time
 before = anonymous()
 model = load_model(open_checkpoint(Path(sys.argv[1])), Placement(torch.device("cpu"), torch.float32))
 size = sum(p.nbytes for m in (model.target.net, model.image_tokenizer) for p in m.parameters())
@@ -274,11 +275,13 @@ print(max(peaks) - before, anonymous() - before, size)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of memory")
-def test_loading_takes_the_weights_and_a_tenth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Private memory of a process that loads 230 MB of float32, watched at every tensor; mapped files do not count."""
+def test_loading_needs_the_weights_and_a_tenth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Private memory of a process that loads 230 MB of float32, measured at every tensor; mapped files do not count."""
     sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 5, "num_attention_heads": 12}
-    monkeypatch.setattr(published, "CHAMELEON", {**published.CHAMELEON, **sizes, "num_key_value_heads": 12})
-    published.anole(tmp_path, rows=12)
+    monkeypatch.setattr(
+        checkpoint_writers, "CHAMELEON", {**checkpoint_writers.CHAMELEON, **sizes, "num_key_value_heads": 12}
+    )
+    checkpoint_writers.write_anole(tmp_path, rows=12)
     done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     peak, after, size = map(int, done.stdout.split())

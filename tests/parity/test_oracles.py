@@ -1,26 +1,22 @@
-"""The numbers that the published systems agree on: ids, lengths, tables, shapes, trees.
-
-Oracles 4, 5 and 13 stand beside the families they belong to, 7 with the published drafters; 10, 11, 14 and 15, which
-concern decoding alone, with the tests of the core.
-"""
+"""Constants that the published systems agree on: token ids, lengths, RoPE tables, sampling defaults, draft trees."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-import published
+import checkpoint_writers
 import pytest
 import reference
 import torch
-from along import Case
+from parity_cases import ParityCase
 
 from underdraw.history import History
 from underdraw.layout import Layout
+from underdraw.models import anole as anole_family
 from underdraw.models import chameleon, lumina
-from underdraw.models.anole import read_spec
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import ImageSize
+from underdraw.models.family import ImageSize, SamplingDefaults
 from underdraw.nn.rope import Rope
 from underdraw.nn.target import apply_guidance
 from underdraw.nn.transformer import Arch, Transformer, causal
@@ -30,8 +26,7 @@ from underdraw.sampling import Sampler
 from underdraw.tree import Frontier, grow_tree
 
 
-def test_ids(lumina: Case) -> None:
-    """Oracle 1."""
+def test_lumina_token_ids(lumina: ParityCase) -> None:
     layout = lumina.model.make_layout(lumina.model.sizes[0])
     assert layout.token_ids(0) == 4 and layout.token_ids(8191) == 8195
     assert layout.vocab_indices(4) == 0 and layout.vocab_indices(8195) == 8191
@@ -39,13 +34,13 @@ def test_ids(lumina: Case) -> None:
 
 
 @pytest.mark.parametrize(("side", "token"), [(512, 8820), (768, 8828), (1024, 8836)])
-def test_size_tokens(side: int, token: int) -> None:
-    assert lumina.layout(ImageSize(side, side)).prologue == (8197, token, token)
+def test_lumina_size_tokens(side: int, token: int) -> None:
+    assert lumina.make_layout(ImageSize(side, side)).prologue == (8197, token, token)
 
 
-def test_lumina_lengths() -> None:
-    """Oracle 2: 2352 cells and row ends, 2353 with the end, 2356 with the header, 2357 with the separator."""
-    layout = lumina.layout(ImageSize(768, 768))
+def test_lumina_sequence_lengths() -> None:
+    """2352 cells and row ends, 2353 with the end, 2356 with the header, 2357 with the separator."""
+    layout = lumina.make_layout(ImageSize(768, 768))
     assert layout.row_stride * layout.height == 2352
     assert layout.steps - len(layout.prologue) - 1 == 2353
     assert layout.steps - 1 == 2356 and layout.steps == 2357
@@ -54,10 +49,10 @@ def test_lumina_lengths() -> None:
     assert ends == [3 + 48 + 49 * row for row in range(48)]
 
 
-def test_lumina_sizes() -> None:
-    """The staircase of sides, in patches of 32, around the hyperbola of the target's area; none longer than 4:1."""
-    found = lumina.sizes(768)
-    assert found[0] == ImageSize(768, 768) and len(set(found)) == len(found)
+def test_lumina_image_sizes() -> None:
+    """The same sizes as walking along the hyperbola of the area in patches of 32, none longer than 4:1."""
+    sizes = lumina.list_sizes(768)
+    assert sizes[0] == ImageSize(768, 768) and len(set(sizes)) == len(sizes)
     walked, width, height = set(), 24 * 24, 1
     while width > 0:
         if max(width, height) <= 4 * min(width, height):
@@ -66,7 +61,7 @@ def test_lumina_sizes() -> None:
             height += 1
         else:
             width -= 1
-    assert set(found) == walked and ImageSize(1024, 576) in walked
+    assert set(sizes) == walked and ImageSize(1024, 576) in walked
 
 
 @pytest.mark.parametrize(
@@ -78,13 +73,13 @@ def test_lumina_sizes() -> None:
         ("/ckpts/mine", 768),
     ],
 )
-def test_lumina_target_size(name: str, side: int) -> None:
-    assert lumina.target_size(Checkpoint(Path(), name)) == side
+def test_lumina_side_from_its_name(name: str, side: int) -> None:
+    assert lumina.target_side(Checkpoint(Path(), name)) == side
 
 
 @pytest.mark.parametrize("side", [16, 24, 32])
-def test_llamagen_rotations(side: int) -> None:
-    """Oracle 3: 120 zero rows, the first cell unturned, and row 1 turning the first 16 angles alone."""
+def test_llamagen_rope_table(side: int) -> None:
+    """120 zero rows, no rotation of the first cell, and rotation of the first 16 pairs alone in row 1, column 0."""
     rope = Rope((0, 16, 16), pairing="interleaved", prefix="zero")
     assert not rope.prompt(120, torch.device("cpu")).any()
     layout = Layout(side, side, range(16384))
@@ -97,20 +92,20 @@ def test_llamagen_rotations(side: int) -> None:
     assert not expected[:120].any()
 
 
-def test_query_norms_of_equal_rows_are_one_row() -> None:
-    """Oracle 6: 32 equal rows (Anole) are one row (Lumina)."""
+def test_per_head_norm_with_equal_rows_equals_a_shared_norm() -> None:
+    """32 equal rows (Anole) are one row (Lumina)."""
     arch = Arch(64, 1, 4, 32, 40, Rope.one_axis(16), qk_norm="layer")
-    shared, each = Transformer(arch), Transformer(replace(arch, qk_norm_heads="per_head"))
+    shared, per_head = Transformer(arch), Transformer(replace(arch, qk_norm_heads="per_head"))
     state = shared.state_dict()
-    spread = {
+    repeated = {
         name: value.repeat(4, 1) if "k_norm" in name or "q_norm" in name else value for name, value in state.items()
     }
-    each.load_state_dict(spread)
-    assert each.state_dict()["blocks.0.q_norm.weight"].shape == (4, 16)
+    per_head.load_state_dict(repeated)
+    assert per_head.state_dict()["blocks.0.q_norm.weight"].shape == (4, 16)
     x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
     rotation = arch.rope.prompt(5, x.device)[None]
     with torch.no_grad():
-        assert torch.equal(shared(x, rotation, causal), each(x, rotation, causal))
+        assert torch.equal(shared(x, rotation, causal), per_head(x, rotation, causal))
 
 
 @pytest.mark.parametrize(
@@ -124,8 +119,8 @@ def test_query_norms_of_equal_rows_are_one_row() -> None:
         ("chain", 5, 1),
     ],
 )
-def test_static_trees(shape: str, nodes: int, leaves: int) -> None:
-    """Oracle 8: drafted nodes and leaves; the first path takes the first child at every level."""
+def test_static_tree_shapes(shape: str, nodes: int, leaves: int) -> None:
+    """Number of drafted nodes and of leaves."""
     layout = Layout(8, 8, range(64))
     if shape == "chain":
         plan = TreePlan.from_shape([-1, 0, 1, 2, 3, 4])
@@ -136,8 +131,8 @@ def test_static_trees(shape: str, nodes: int, leaves: int) -> None:
     assert len(set(range(len(plan.shape))) - set(plan.shape)) == leaves
 
 
-def test_the_dynamic_tree_of_the_published_settings() -> None:
-    """Oracle 9: 59 nodes with the root, depth at most 5, parents first; those with the best sums of log q."""
+def test_dynamic_tree_of_the_published_settings() -> None:
+    """59 nodes with the root, depth at most 5, parents first: the nodes with the highest sums of log q."""
     layout = Layout(8, 8, range(64))
     generator = torch.Generator().manual_seed(0)
     paths: list[list[tuple[int, ...]]] = []  # of the expanded nodes, level by level
@@ -145,11 +140,11 @@ def test_the_dynamic_tree_of_the_published_settings() -> None:
 
     def expand(level: Frontier) -> torch.Tensor:
         tokens, parents = level.tokens[0].tolist(), level.parents[0].tolist()
-        here = [(*paths[-1][p], t) for p, t in zip(parents, tokens, strict=True)] if paths else [()]
-        paths.append(here)
-        logits = 2 * torch.randn(1, len(here), 64, generator=generator)
-        for path, law in zip(here, logits[0].log_softmax(-1), strict=True):
-            best = law.topk(10)
+        expanded = [(*paths[-1][p], t) for p, t in zip(parents, tokens, strict=True)] if paths else [()]
+        paths.append(expanded)
+        logits = 2 * torch.randn(1, len(expanded), 64, generator=generator)
+        for path, log_probs in zip(expanded, logits[0].log_softmax(-1), strict=True):
+            best = log_probs.topk(10)
             for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 scores[(*path, token)] = scores[path] + value
         return logits
@@ -166,38 +161,41 @@ def test_the_dynamic_tree_of_the_published_settings() -> None:
     assert set(kept) == {(), *sorted(scores.keys() - {()}, key=scores.__getitem__)[-58:]}
 
 
-def test_image_head_equals_the_full_head_cut(anole: Case) -> None:
-    """Oracle 12: rows 4 to 8195 of lm_head, and nothing else."""
-    assert torch.equal(anole.model.target.net.head.weight, anole.source["lm_head.weight"][4:8196])
+def test_head_is_cut_to_the_image_codes(anole: ParityCase) -> None:
+    """Rows 4 to 8195 of lm_head."""
+    assert torch.equal(anole.model.target.net.head.weight, anole.reference["lm_head.weight"][4:8196])
 
 
 def test_guidance_formula() -> None:
-    """Oracle 12: u + s (c - u)."""
+    """u + s (c - u)."""
     c, u = torch.randn(2, 1, 3, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(apply_guidance(torch.cat([c, u]), 3.0), u + 3 * (c - u))
 
 
-def test_published_defaults(anole: Case, lumina: Case, t2i: Case, c2i: Case, janus: Case, emu3: Case) -> None:
-    """Guidance and top-k as the authors draw; every one of them can be overridden in a call."""
-    found = {
-        case.model.family + str(i): case.model.defaults for i, case in enumerate((anole, lumina, t2i, c2i, janus, emu3))
-    }
-    assert {name: (own.guidance, own.top_k, own.temperature, own.top_p) for name, own in found.items()} == {
-        "anole0": (3.0, 2000, 1.0, 1.0),
-        "lumina1": (3.0, 2000, 1.0, 1.0),
-        "llamagen2": (7.5, 1000, 1.0, 1.0),
-        "llamagen3": (4.0, 2000, 1.0, 1.0),
-        "janus4": (5.0, 0, 1.0, 1.0),
-        "emu35": (3.0, 2048, 1.0, 1.0),
-    }
+@pytest.mark.parametrize(
+    ("case", "guidance", "top_k"),
+    [
+        ("anole", 3.0, 2000),
+        ("lumina", 3.0, 2000),
+        ("t2i", 7.5, 1000),
+        ("c2i", 4.0, 2000),
+        ("janus", 5.0, 0),
+        ("emu3", 3.0, 2048),
+    ],
+)
+def test_sampling_defaults_of_the_authors(
+    request: pytest.FixtureRequest, case: str, guidance: float, top_k: int
+) -> None:
+    defaults = request.getfixturevalue(case).model.defaults
+    assert defaults == SamplingDefaults(guidance, temperature=1.0, top_k=top_k, top_p=1.0)
 
 
-def test_anole_is_32_by_32(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The published configuration: 1024 tokens without row ends."""
+def test_anole_published_configuration(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """512 px are 1024 tokens without row ends."""
     config = {"model_type": "chameleon", "vq_config": {"resolution": 512}}
     folder = tmp_path_factory.mktemp("anole")
-    published.write_shards(folder, {"x": torch.zeros(1)}, 1)
-    known = read_spec(Checkpoint(folder, "anole", config))
-    layout = known.make_layout(known.sizes[0])
+    checkpoint_writers.write_shards(folder, {"x": torch.zeros(1)}, 1)
+    spec = anole_family.read_spec(Checkpoint(folder, "anole", config))
+    layout = spec.make_layout(spec.sizes[0])
     assert (layout.height, layout.width, layout.steps, layout.row_end) == (32, 32, 1024, None)
-    assert known.arch.dim == 4096 and known.arch.layers == 32 and known.arch.vocab == 65536
+    assert spec.arch.dim == 4096 and spec.arch.layers == 32 and spec.arch.vocab == 65536

@@ -155,8 +155,8 @@ def test_bad_calls(pipe: Pipeline, arguments: dict[str, Any], says: str) -> None
     ("arguments", "says"),
     [
         ({"model": "no-such"}, "there is no model"),
-        ({"device": "gpu"}, "not known"),
-        ({"dtype": "int3"}, "not known"),
+        ({"device": "gpu"}, "unknown device"),
+        ({"dtype": "int3"}, "unknown dtype"),
         ({"tree": "bush"}, "unknown policy"),
         ({"verifier": "maybe"}, "unknown verifier"),
         ({"drafter": "someone"}, "there is no drafter"),

@@ -30,7 +30,7 @@ from underdraw.engine.decode import collect_passes, decode
 from underdraw.engine.memory_stats import peak_bytes
 from underdraw.history import StepResult
 from underdraw.models.family import Placement
-from underdraw.models.random_weights import ModelShape, random_target, randomise, shape
+from underdraw.models.random_weights import ModelShape, model_shape, random_target, randomise
 from underdraw.nn.attention import Kernel
 from underdraw.nn.layer_functions import PLAIN, LayerFunctions
 from underdraw.nn.row_invariant import pack_weights
@@ -78,7 +78,7 @@ class EngineBench:
 
     def __post_init__(self) -> None:
         given = self.settings
-        self.shape = shape(given.model)
+        self.shape = model_shape(given.model)
         self.target = random_target(self.shape.arch, given.placement)
         record = CudaGraphPass if self.device.type == "cuda" and given.compile != "off" else EagerPass
         regions = compiled_layer_functions(tuned=given.tuned) if given.compile == "on" else PLAIN

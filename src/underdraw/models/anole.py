@@ -1,18 +1,9 @@
-"""Anole: Chameleon that draws. 512x512 pixels, 32x32 codes without row ends, text and image in one vocabulary."""
+"""Anole: Chameleon fine-tuned to generate images of 512x512 pixels, 32x32 codes without row-end tokens."""
 
 from __future__ import annotations
 
 from underdraw.layout import Layout
-from underdraw.models.chameleon import (
-    CODES,
-    IMAGE_START,
-    SEPARATOR,
-    START,
-    chameleon_arch,
-    is_chameleon,
-    load_chameleon,
-    load_text,
-)
+from underdraw.models import chameleon
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import (
     Family,
@@ -27,35 +18,38 @@ from underdraw.models.family import (
 from underdraw.models.lumina import is_lumina
 from underdraw.protocols import Prompt
 
-DOWNSAMPLE = 16
-
 
 def matches(checkpoint: Checkpoint) -> bool:
-    return is_chameleon(checkpoint.config) and not is_lumina(checkpoint.config)
+    return chameleon.is_chameleon(checkpoint.config) and not is_lumina(checkpoint.config)
+
+
+def make_layout(size: ImageSize) -> Layout:
+    return Layout(size.height // chameleon.DOWNSAMPLE, size.width // chameleon.DOWNSAMPLE, chameleon.CODES)
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     side = int((checkpoint.config.get("vq_config") or {}).get("resolution", 512))
     return ModelSpec(
-        arch=chameleon_arch(checkpoint),
+        arch=chameleon.chameleon_arch(checkpoint),
         defaults=SamplingDefaults(guidance=3.0, top_k=2000),
         sizes=(ImageSize(side, side),),
-        make_layout=lambda size: Layout(size.height // DOWNSAMPLE, size.width // DOWNSAMPLE, CODES),
+        make_layout=make_layout,
     )
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec = read_spec(checkpoint)
-    encode = load_text(checkpoint)
-    target, images = load_chameleon(checkpoint, spec, placement)
+    encode = chameleon.load_chameleon_text(checkpoint)
+    target, images = chameleon.load_chameleon(checkpoint, spec.arch, placement)
 
-    def row(text: str) -> tuple[int, ...]:
-        return (START, *encode(text), SEPARATOR, IMAGE_START)
+    def encode_prompt(text: str) -> tuple[int, ...]:
+        return (chameleon.START, *encode(text), chameleon.SEPARATOR, chameleon.IMAGE_START)
 
-    def prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
-        return Prompt(row(text), (START, IMAGE_START) if negative is None else row(negative))
+    def make_prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
+        no_text = (chameleon.START, chameleon.IMAGE_START)
+        return Prompt(encode_prompt(text), no_text if negative is None else encode_prompt(negative))
 
-    return spec.build(FAMILY.name, checkpoint, target, images, prompt)
+    return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
 
 
 FAMILY = Family(
@@ -65,5 +59,5 @@ FAMILY = Family(
     matches=matches,
     load=load,
     read_spec=read_spec,
-    drafters=(PublishedDrafter("jadohu/anole_drafter", 4096, 512),),
+    drafters=(PublishedDrafter("jadohu/anole_drafter", hidden_size=4096, image_side=512),),
 )

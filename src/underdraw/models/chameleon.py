@@ -1,27 +1,34 @@
-"""What Anole and Lumina-mGPT share: Chameleon's decoder, its vocabulary and its image tokenizer."""
+"""What Anole and Lumina-mGPT share: Chameleon's decoder, vocabulary, text tokenizer and image tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from underdraw.errors import CheckpointError
-from underdraw.models.checkpoint import FILES, Checkpoint
-from underdraw.models.family import ModelSpec, Placement
-from underdraw.models.transformers_layout import ROTARY, Encode, decoder_arch, text_encoder
+from underdraw.models.checkpoint import COMPANION_FOLDERS, Checkpoint
+from underdraw.models.family import Placement
+from underdraw.models.transformers_layout import ROPE_BUFFERS, Encode, decoder_arch, load_text_tokenizer, with_defaults
 from underdraw.models.vqgan_checkpoint import CHAMELEON, load_vqgan, vqgan_destinations
-from underdraw.models.weight_map import HF_DECODER, HF_QK_NORM, WeightRule, allocate, copy_weights, decoder_destinations
+from underdraw.models.weight_map import (
+    HF_DECODER,
+    HF_HEAD,
+    HF_QK_NORM,
+    allocate,
+    copy_weights,
+    decoder_destinations,
+)
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.tokenizers.vqgan import VQGAN
 
-# The tokenizer's own ids; a configuration's bos_token_id is wrong.
-START, PAD = 0, 1
+# Ids of the tokenizer; the bos_token_id in published configurations is wrong.
+START = 0
 CODES = range(4, 8196)  # image code c is token c + 4
 IMAGE_END, IMAGE_START = 8196, 8197
 SEPARATOR = 8710  # <reserved08706>, the end of a turn
+DOWNSAMPLE = 16  # pixels per code
 
 DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 4096,
@@ -32,11 +39,10 @@ DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
-DECODER = (*HF_DECODER, *HF_QK_NORM)
-HEAD = WeightRule("lm_head.weight", "head.weight", cut="outputs")
-IMAGES = "model.vqmodel."
-PUBLISHED_IMAGES = "leloy/Anole-7b-v0.1-vqvae-hf"
-_TOKENIZER = ("", "tokenizer/", "chameleon/tokenizer/", "ckpts/chameleon/tokenizer/")
+DECODER_RULES = (*HF_DECODER, *HF_QK_NORM)
+IMAGE_TOKENIZER_PREFIX = "model.vqmodel."
+_IMAGE_TOKENIZER_HUB_ID = "leloy/Anole-7b-v0.1-vqvae-hf"
+_COMPANION_FOLDERS = ("", "tokenizer/", "chameleon/tokenizer/", "ckpts/chameleon/tokenizer/")
 
 
 def is_chameleon(config: Mapping[str, Any]) -> bool:
@@ -44,49 +50,42 @@ def is_chameleon(config: Mapping[str, Any]) -> bool:
 
 
 def chameleon_arch(checkpoint: Checkpoint) -> Arch:
-    """The decoder; its query and key norms have one row for all heads or one for each, as the file has it."""
     arch = decoder_arch(checkpoint.config, DEFAULTS, checkpoint.name)
-    rows = checkpoint.shapes().get("model.layers.0.self_attn.q_norm.weight", (1,))[0]
+    # Anole's query and key norms have weights for every head, Lumina's share one row.
+    norm_rows = checkpoint.shapes().get("model.layers.0.self_attn.q_norm.weight", (1,))[0]
     return replace(
         arch,
         qk_norm="layer",
-        qk_norm_heads="shared" if rows == 1 else "per_head",
+        qk_norm_heads="shared" if norm_rows == 1 else "per_head",
         norm="post" if checkpoint.config.get("swin_norm") else "pre",
         outputs=CODES,
     )
 
 
-def positions(checkpoint: Checkpoint) -> int:
-    return int(checkpoint.config.get("max_position_embeddings", DEFAULTS["max_position_embeddings"]))
-
-
-def load_chameleon(checkpoint: Checkpoint, spec: ModelSpec, placement: Placement) -> tuple[DecoderTarget, VQGAN]:
-    """Decoder and image tokenizer, the latter from the same files where they hold its decoder."""
-    net = allocate(lambda: Transformer(spec.arch), placement)
-    slots = {**decoder_destinations(net, DECODER, "model."), **decoder_destinations(net, [HEAD])}
+def load_chameleon(checkpoint: Checkpoint, arch: Arch, placement: Placement) -> tuple[DecoderTarget, VQGAN]:
+    """Load the decoder and the image tokenizer, the latter from a companion file if the checkpoint lacks it."""
+    net = allocate(lambda: Transformer(arch), placement)
+    destinations = {**decoder_destinations(net, DECODER_RULES, "model."), **decoder_destinations(net, [HF_HEAD])}
     shapes = checkpoint.shapes()
-    if f"{IMAGES}decoder.conv_in.weight" in shapes:
-        images, own = vqgan_destinations(shapes, CHAMELEON, placement, IMAGES)
-        copy_weights(checkpoint, {**slots, **own}, [ROTARY, IMAGES])
+    if f"{IMAGE_TOKENIZER_PREFIX}decoder.conv_in.weight" in shapes:
+        images, image_destinations = vqgan_destinations(shapes, CHAMELEON, placement, IMAGE_TOKENIZER_PREFIX)
+        destinations |= image_destinations
     else:
-        images = load_images(checkpoint, placement)
-        copy_weights(checkpoint, slots, [ROTARY, IMAGES])
-    return DecoderTarget(net, positions=positions(checkpoint)), images
+        names = [f"{folder}vqgan.ckpt" for folder in _COMPANION_FOLDERS]
+        path = checkpoint.find_or_download(names, _IMAGE_TOKENIZER_HUB_ID)
+        images = load_vqgan(path, CHAMELEON, placement, ignored=["loss"])
+    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, IMAGE_TOKENIZER_PREFIX])
+    max_positions = with_defaults(checkpoint.config, DEFAULTS)["max_position_embeddings"]
+    return DecoderTarget(net, positions=int(max_positions)), images
 
 
-def load_images(checkpoint: Checkpoint, placement: Placement) -> VQGAN:
-    """Meta's vqgan.ckpt, or the same weights as the hub has them."""
-    path = checkpoint.fetched([f"{folder}vqgan.ckpt" for folder in _TOKENIZER], PUBLISHED_IMAGES)
-    return load_vqgan(path, CHAMELEON, placement, ignored=["loss"])
-
-
-def load_text(checkpoint: Checkpoint) -> Encode:
-    """Meta's text_tokenizer.json or transformers' version of it."""
-    names = ["tokenizer.json", *(f"{folder}text_tokenizer.json" for folder in _TOKENIZER)]
-    path: Path | None = checkpoint.companion(names)
+def load_chameleon_text(checkpoint: Checkpoint) -> Encode:
+    """Load the text tokenizer: transformers' tokenizer.json or Meta's text_tokenizer.json."""
+    names = ["tokenizer.json", *(f"{folder}text_tokenizer.json" for folder in _COMPANION_FOLDERS)]
+    path = checkpoint.find_companion(names)
     if path is None:
         raise CheckpointError(
             f"{checkpoint.name} has no text tokenizer; put its tokenizer.json or Meta's text_tokenizer.json into "
-            f"{checkpoint.folder}, or name the folder that holds it in the environment variable {FILES}."
+            f"{checkpoint.folder}, or list its folder in the environment variable {COMPANION_FOLDERS}."
         )
-    return text_encoder(path)
+    return load_text_tokenizer(path)

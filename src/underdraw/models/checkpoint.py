@@ -1,13 +1,12 @@
-"""The files of a checkpoint: a folder or a single file, on disk or fetched from the Hugging Face hub.
+"""The files of a checkpoint: a folder or one file, on disk or downloaded from the Hugging Face hub.
 
-Weights are read as a stream, one tensor at a time. Pickled files are opened with torch's weights-only reader. Nothing
-here knows what the tensors mean.
+Tensors are read one at a time. Pickles are opened by torch's weights-only unpickler, so no code in them runs. What the
+tensors mean is up to the family modules and `weight_map`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 import zipfile
@@ -23,18 +22,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from underdraw.errors import CheckpointError, ConfigError
+from underdraw.io import read_json
 
-EMBEDDED = ("tiny",)
-FILES = "UNDERDRAW_FILES"  # the environment variable with further folders to look for companions in
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_WHOLE = ("model.safetensors", "pytorch_model.bin")
-_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.ckpt", "*.yaml", "*.model", "*.txt"]
+EMBEDDED_MODELS = ("tiny",)
+COMPANION_FOLDERS = "UNDERDRAW_FILES"  # environment variable: more folders to look for companion files in
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+TRAINED_BY_UNDERDRAW = "model-0.safetensors"  # the first file that `nn.weights.save_weights` writes into a folder
+_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+_DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.ckpt", "*.yaml", "*.model", "*.txt")
 
 
 @dataclass(frozen=True, slots=True)
 class HubOptions:
-    """How to fetch what is not on disk."""
+    """Options of downloads from the Hugging Face hub, as in `from_pretrained`."""
 
     revision: str | None = None
     token: str | None = None
@@ -44,86 +45,85 @@ class HubOptions:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder, or one file. `name` is what the user called it, `hub` how to fetch what is missing."""
+    """A folder or a file of weights, with its config.json."""
 
     path: Path
-    name: str
+    name: str  # as the user gave it; used in error messages
     config: dict[str, Any] = field(default_factory=dict)
-    hub: HubOptions = HubOptions()
+    hub: HubOptions = HubOptions()  # for companions that have to be downloaded
 
     @property
     def folder(self) -> Path:
         return self.path if self.path.is_dir() else self.path.parent
 
-    def file(self, name: str) -> Path:
-        """One of the checkpoint's files, which must be there."""
+    def require_file(self, name: str) -> Path:
         path = self.folder / name
         if not path.exists():
-            raise CheckpointError(f"{self.name} has no {name}; it belongs into {self.folder}.")
+            raise CheckpointError(f"{self.name} has no {name}; put it into {self.folder}.")
         return path
 
-    def settings(self, name: str) -> dict[str, Any]:
-        """One of the checkpoint's JSON files, empty where there is none."""
+    def read_json(self, name: str) -> dict[str, Any]:
+        """One of the checkpoint's JSON files, or {} if it does not exist."""
         path = self.folder / name
-        return read_json(path) if path.exists() else {}
+        return read_json_object(path) if path.exists() else {}
 
-    def companion(self, names: Sequence[str]) -> Path | None:
-        """A file or folder that a model needs and that its authors publish elsewhere, if it is on disk.
+    def find_companion(self, names: Sequence[str]) -> Path | None:
+        """The first existing file or folder of these names, for parts that the authors publish in another repository.
 
-        Looked for beside the weights, one folder up, and in the folders of the environment variable UNDERDRAW_FILES.
+        Searched in the checkpoint's folder, its parent folder, and the folders listed in $UNDERDRAW_FILES.
         """
-        own = [Path(part).expanduser() for part in os.environ.get(FILES, "").split(os.pathsep) if part]
-        for folder in (self.folder, self.folder.parent, *own):
+        listed = [Path(part).expanduser() for part in os.environ.get(COMPANION_FOLDERS, "").split(os.pathsep) if part]
+        for folder in (self.folder, self.folder.parent, *listed):
             for name in names:
                 if (folder / name).exists():
                     return folder / name
         return None
 
-    def fetched(self, names: Sequence[str], published: str) -> Path:
-        """The same, and if it is not on disk, `owner/name` or `owner/name/file` of the hub."""
-        found = self.companion(names)
-        if found is not None:
-            return found
+    def find_or_download(self, names: Sequence[str], hub_id: str) -> Path:
+        """`find_companion`, or else download `owner/name` or `owner/name/file` from the hub."""
+        path = self.find_companion(names)
+        if path is not None:
+            return path
         try:
-            return fetch(published, replace(self.hub, revision=None))  # the revision is that of the model's repository
+            return download(hub_id, replace(self.hub, revision=None))  # `revision` belongs to the model's repository
         except CheckpointError as error:
             raise CheckpointError(
-                f"{self.name} also needs {names[0]}, which lies neither in {self.folder} nor in a folder that {FILES} "
-                f"names; and {error}"
+                f"{self.name} also needs {names[0]}, which is neither in {self.folder} nor in a folder listed in "
+                f"{COMPANION_FOLDERS}; and {error}"
             ) from error
 
     def drafter_folders(self) -> tuple[Path, ...]:
-        """Folders beside the weights whose names begin with `drafter`."""
+        """Subfolders of the checkpoint whose names begin with `drafter`."""
         return tuple(path for path in sorted(self.folder.glob("drafter*")) if path.is_dir())
 
-    def shards(self) -> list[Path]:
-        """The files that hold the weights: those of the index if there is one, safetensors before pickles."""
+    def weight_files(self) -> list[Path]:
+        """The files with the weights: those in the index if there is one, safetensors preferred to pickles."""
         if self.path.is_file():
             return [self.path]
-        for index in _INDICES:
+        for index in _INDEX_FILES:
             if (self.path / index).exists():
-                return [self.file(name) for name in sorted(set(self.settings(index).get("weight_map", {}).values()))]
-        for name in _WHOLE:
+                names = set(self.read_json(index).get("weight_map", {}).values())
+                return [self.require_file(name) for name in sorted(names)]
+        for name in _SINGLE_FILES:
             if (self.path / name).exists():
                 return [self.path / name]
-        for suffix in WEIGHTS:
-            found = sorted(self.path.glob(f"*{suffix}"))
-            if found:
-                return found
-        raise CheckpointError(f"{self.path} holds no weights (no {', '.join(WEIGHTS)} file).")
+        for suffix in WEIGHT_SUFFIXES:
+            if paths := sorted(self.path.glob(f"*{suffix}")):
+                return paths
+        raise CheckpointError(f"{self.path} holds no weights (no {', '.join(WEIGHT_SUFFIXES)} file).")
 
     def tensors(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The wanted tensors (all of them by default) with their names, one file after the other."""
-        for shard in self.shards():
-            yield from read_tensors(shard, wanted)
+        """Yield (name, tensor) of the wanted tensors, by default all of them, file by file."""
+        for path in self.weight_files():
+            yield from read_tensors(path, wanted)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Names and shapes of all tensors; no weights are read."""
-        return {name: shape for shard in self.shards() for name, shape in tensor_shapes(shard).items()}
+        """Names and shapes of all tensors, without reading the weights of safetensors files."""
+        return {name: shape for path in self.weight_files() for name, shape in tensor_shapes(path).items()}
 
 
 def read_tensors(path: Path, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The wanted tensors of one file. Pickles may wrap their state dict as {"model": ...} or {"state_dict": ...}."""
+    """Yield (name, tensor) of the wanted tensors in one file."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
@@ -131,63 +131,47 @@ def read_tensors(path: Path, wanted: Container[str] | None = None) -> Iterator[t
                     if wanted is None or name in wanted:
                         yield name, file.get_tensor(name)
         else:
-            for name, tensor in _unpickled(path).items():
+            for name, tensor in _unpickle(path).items():
                 if wanted is None or name in wanted:
                     yield name, tensor
     except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise _damaged(path, error) from error
+        raise _unreadable(path, error) from error
 
 
 def tensor_shapes(path: Path) -> dict[str, torch.Size]:
-    """Names and shapes of the tensors of one file."""
+    """Names and shapes of the tensors in one file."""
     try:
-        known = path.stat()
+        stat = path.stat()
     except OSError as error:
-        raise _damaged(path, error) from error
-    return dict(_shapes_of(path, known.st_mtime_ns, known.st_size))
+        raise _unreadable(path, error) from error
+    return dict(_cached_shapes(path, stat.st_mtime_ns, stat.st_size))
 
 
 @lru_cache(maxsize=256)
-def _shapes_of(path: Path, _: int, __: int) -> dict[str, torch.Size]:
-    """Read once for every state of a file: old pickles have to be read whole for it."""
+def _cached_shapes(path: Path, _mtime: int, _size: int) -> dict[str, torch.Size]:
+    """Cached until the file changes, because old pickles have to be read completely to list their tensors."""
     if path.suffix != ".safetensors":
         return {name: tensor.shape for name, tensor in read_tensors(path)}
     try:
         with safe_open(path, framework="pt") as file:
             return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise _damaged(path, error) from error
+        raise _unreadable(path, error) from error
 
 
-def _unpickled(path: Path) -> dict[str, Tensor]:
-    """Tensors of a pickle, read by torch's weights-only reader and mapped into memory where the format allows it.
-
-    Training scripts save their arguments beside the weights; an argparse namespace holds values and does nothing.
-    """
+def _unpickle(path: Path) -> dict[str, Tensor]:
+    """The tensors of a pickle, memory-mapped where the format (zip) allows it."""
+    # Training scripts often save their argparse arguments with the weights; a Namespace only holds values.
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except (LookupError, TypeError, AttributeError) as error:  # what the reader makes of bytes that are no pickle
+        except (LookupError, TypeError, AttributeError) as error:  # raised for bytes that are not a pickle
             raise pickle.UnpicklingError(str(error)) from error
-    return unwrapped(state, path)
+    return _find_state_dict(state, path)
 
 
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    """Why a file cannot be read, in one sentence."""
-    if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
-        return CheckpointError(f"{path} holds objects that are not weights, and running them would not be safe.")
-    # torch's own words for a broken pickle are a paragraph that recommends to run it.
-    reason = "no file of weights" if isinstance(error, pickle.UnpicklingError) else first_line(error)
-    return CheckpointError(f"{path} cannot be read ({reason}); it is damaged or incomplete: fetch it again.")
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, without what follows on further lines."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def unwrapped(state: Any, path: Path) -> dict[str, Tensor]:
-    """The state dict inside what a pickle held."""
+def _find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
+    """The state dict, which training scripts may wrap as {"model": ...} and the like."""
     for key in ("model", "module", "state_dict", "ema"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -197,65 +181,72 @@ def unwrapped(state: Any, path: Path) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    """An error of one sentence for a file that cannot be read."""
+    if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
+        return CheckpointError(f"{path} holds objects that are not weights, and running them would not be safe.")
+    # torch's message for a broken pickle is a paragraph that recommends to load it unsafely.
+    reason = "not a file of weights" if isinstance(error, pickle.UnpicklingError) else first_line(error)
+    return CheckpointError(f"{path} cannot be read ({reason}); it is damaged or incomplete: download it again.")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error message, without its full stop."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    value = read_json(path, "a JSON object", CheckpointError)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__} instead of a JSON object; download it again.")
+    return value
+
+
 def open_checkpoint(name: str | Path, hub: HubOptions | None = None) -> Checkpoint:
-    """An embedded model by its name, a path, or an `owner/name` or `owner/name/file` of the hub."""
+    """Open an embedded model by name, a path, or an `owner/name` or `owner/name/file` of the hub."""
     hub = hub or HubOptions()
     text = str(name)
-    if text in EMBEDDED:
+    if text in EMBEDDED_MODELS:
         path = Path(str(files("underdraw") / "assets" / text))
     elif Path(text).expanduser().exists():
         path = Path(text).expanduser()
     elif is_hub_id(text):
-        path = fetch(text, hub)
+        path = download(text, hub)
     else:
         raise ConfigError(
             f"there is no model {text!r}; give a folder, a file, an owner/name of the Hugging Face hub, "
-            f"or {' or '.join(EMBEDDED)}."
+            f"or {' or '.join(EMBEDDED_MODELS)}."
         )
-    return Checkpoint(path, text, read_json(path / "config.json") if (path / "config.json").exists() else {}, hub)
+    config = path / "config.json"
+    return Checkpoint(path, text, read_json_object(config) if config.exists() else {}, hub)
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form of the hub's: `owner/name`, or `owner/name/file` with a file of weights."""
+    """Whether a name has the form `owner/name`, or `owner/name/file` where the file has a suffix of weights."""
     parts = name.split("/")
     if name.startswith((".", "/", "~")) or not all(parts):
         return False
-    return len(parts) == (3 if name.endswith(WEIGHTS) else 2)
+    return len(parts) == (3 if name.endswith(WEIGHT_SUFFIXES) else 2)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The settings in a file."""
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); fetch it again.") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} holds no settings but a {type(config).__name__}; fetch it again.")
-    return config
-
-
-def fetch(name: str, hub: HubOptions) -> Path:
-    """`owner/name` or `owner/name/file` of the hub, from its cache if it is there."""
+def download(hub_id: str, hub: HubOptions, patterns: Sequence[str] = _DOWNLOADED) -> Path:
+    """Download `owner/name` (the files that match `patterns`) or `owner/name/file`, unless the hub's cache has it."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    owner, repository, *rest = name.split("/", 2)
+    owner, repository, *file = hub_id.split("/", 2)
+    options: dict[str, Any] = {
+        "revision": hub.revision,
+        "token": hub.token,
+        "cache_dir": hub.cache_dir,
+        "local_files_only": hub.local_files_only,
+    }
     try:
-        if rest:
-            return Path(
-                hf_hub_download(
-                    f"{owner}/{repository}", rest[0], revision=hub.revision, token=hub.token,
-                    cache_dir=hub.cache_dir, local_files_only=hub.local_files_only,
-                )
-            )  # fmt: skip
-        return Path(
-            snapshot_download(
-                name, revision=hub.revision, token=hub.token, cache_dir=hub.cache_dir,
-                local_files_only=hub.local_files_only, allow_patterns=_PATTERNS,
-            )
-        )  # fmt: skip
+        if file:
+            return Path(hf_hub_download(f"{owner}/{repository}", file[0], **options))
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns), **options))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"{name} could not be fetched from the Hugging Face hub ({first_line(error)}); check the name, your token "
-            "and the connection, or give a folder."
+            f"{hub_id} could not be downloaded from the Hugging Face hub ({first_line(error)}); check the name, your "
+            "token and the connection, or give a folder."
         ) from error

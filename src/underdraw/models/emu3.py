@@ -1,6 +1,6 @@
-"""Emu3-Gen in the layout of transformers: text and image tokens in one vocabulary, a size header, rows with an end.
+"""Emu3-Gen in the layout of transformers: one vocabulary for text and image, a size header, rows with end tokens.
 
-The negative prompt is a row of its own, with its own length and positions.
+The negative prompt is a sequence of its own, with its own length and positions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from underdraw.models.family import (
     PublishedCheckpoint,
     SamplingDefaults,
 )
-from underdraw.models.transformers_layout import ROTARY, decoder_arch, text_encoder
+from underdraw.models.transformers_layout import ROPE_BUFFERS, decoder_arch, load_text_tokenizer, with_defaults
 from underdraw.models.weight_map import (
     HF_DECODER,
-    WeightRule,
+    HF_HEAD,
     allocate,
     copy_weights,
     decoder_destinations,
@@ -58,33 +58,32 @@ IMAGE_DEFAULTS: Mapping[str, Any] = {
     "num_res_blocks": 2,
     "attn_resolutions": (3,),
 }
-RATIOS = ((1, 1), (4, 3), (3, 4), (16, 9), (9, 16), (3, 2), (2, 3))  # width to height
-AREA = 720 * 720  # pixels of every picture, whatever its shape
-NEGATIVE = (
+ASPECT_RATIOS = ((1, 1), (4, 3), (3, 4), (16, 9), (9, 16), (3, 2), (2, 3))  # width to height
+IMAGE_AREA = 720 * 720  # pixels, for every aspect ratio
+NEGATIVE_PROMPT = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
     "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
 )
-HEAD = WeightRule("lm_head.weight", "head.weight", cut="outputs")
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
-    """How a version of transformers names the parts."""
+class TensorPrefixes:
+    """Where a version of transformers puts the parts of the model."""
 
     decoder: str
     head: str
-    images: str
+    image_tokenizer: str
 
 
-VERSIONS = (
-    Version("model.text_model.", "", "model.vqmodel."),
-    Version("text_model.model.", "text_model.", "vqmodel."),
+TENSOR_PREFIXES = (
+    TensorPrefixes("model.text_model.", "", "model.vqmodel."),
+    TensorPrefixes("text_model.model.", "text_model.", "vqmodel."),  # transformers 4.48 to 4.51
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
-    """Ids of the special tokens, by the names that the tokenizer gives them."""
+class SpecialTokens:
+    """Ids of the special tokens and of the image codes."""
 
     start: int
     end: int
@@ -96,26 +95,26 @@ class Tokens:
     codes: range
 
 
-def tokens(config: Mapping[str, Any], count: int) -> Tokens:
-    """The configuration's own vocabulary, or the published one where it carries none."""
-    names = config.get("vocabulary_map") or {}
+def special_tokens(config: Mapping[str, Any], code_count: int) -> SpecialTokens:
+    """Read the ids from the configuration's vocabulary map; where it has none, use those of the published model."""
+    vocabulary = config.get("vocabulary_map") or {}
 
-    def find(name: str, published: int) -> int:
-        return int(names.get(name, published))
+    def token_id(name: str, published: int) -> int:
+        return int(vocabulary.get(name, published))
 
-    first = find("<|visual token 000000|>", 151854)
-    codes = range(first, first + count)
-    last = find(f"<|visual token {count - 1:06d}|>", codes.stop - 1)
+    first = token_id("<|visual token 000000|>", 151854)
+    codes = range(first, first + code_count)
+    last = token_id(f"<|visual token {code_count - 1:06d}|>", codes.stop - 1)
     if last != codes.stop - 1:
-        raise CheckpointError(f"the image tokens lie from {first} to {last}, which are not {count} ids in a row.")
-    return Tokens(
-        start=find("<|extra_203|>", 151849),
-        end=find("<|extra_204|>", 151850),
-        image_start=find("<|image start|>", 151852),
-        image_end=find("<|image end|>", 151853),
-        image=find("<|image token|>", 151851),
-        row_end=find("<|extra_200|>", 151846),
-        frame_end=find("<|extra_201|>", 151847),
+        raise CheckpointError(f"the image tokens span ids {first} to {last}, which are not {code_count} in a row.")
+    return SpecialTokens(
+        start=token_id("<|extra_203|>", 151849),
+        end=token_id("<|extra_204|>", 151850),
+        image_start=token_id("<|image start|>", 151852),
+        image_end=token_id("<|image end|>", 151853),
+        image=token_id("<|image token|>", 151851),
+        row_end=token_id("<|extra_200|>", 151846),
+        frame_end=token_id("<|extra_201|>", 151847),
         codes=codes,
     )
 
@@ -124,69 +123,79 @@ def matches(checkpoint: Checkpoint) -> bool:
     return checkpoint.config.get("model_type") == "emu3"
 
 
-def image_arch(config: Mapping[str, Any]) -> VideoVQArch:
-    known = {**IMAGE_DEFAULTS, **(config.get("vq_config") or {})}
+def image_tokenizer_arch(config: Mapping[str, Any]) -> VideoVQArch:
+    values = {**IMAGE_DEFAULTS, **(config.get("vq_config") or {})}
     return VideoVQArch(
-        widths=tuple(known["base_channels"] * factor for factor in known["channel_multiplier"]),
-        blocks=known["num_res_blocks"],
-        latent=known["latent_channels"],
-        codes=known["codebook_size"],
-        code_dim=known["embed_dim"],
-        attention=tuple(known["attn_resolutions"] or ()),
-        frames=known["temporal_downsample_factor"],
+        widths=tuple(values["base_channels"] * factor for factor in values["channel_multiplier"]),
+        blocks=values["num_res_blocks"],
+        latent=values["latent_channels"],
+        codes=values["codebook_size"],
+        code_dim=values["embed_dim"],
+        attention=tuple(values["attn_resolutions"] or ()),
+        frames=values["temporal_downsample_factor"],
     )
 
 
-def sizes(area: int, side: int) -> tuple[ImageSize, ...]:
-    """Pictures of about `area` pixels in each ratio, in whole codes of `side` pixels."""
-    found = []
-    for width, height in RATIOS:
-        unit = (area / (width * height)) ** 0.5 / side
-        found.append(ImageSize(round(height * unit) * side, round(width * unit) * side))
-    return tuple(dict.fromkeys(found))
+def list_sizes(area: int, downsample: int) -> tuple[ImageSize, ...]:
+    """The size closest to `area` pixels for each aspect ratio, in whole codes of `downsample` pixels."""
+    sizes = []
+    for width, height in ASPECT_RATIOS:
+        unit = (area / (width * height)) ** 0.5 / downsample
+        sizes.append(ImageSize(round(height * unit) * downsample, round(width * unit) * downsample))
+    return tuple(dict.fromkeys(sizes))
+
+
+def make_layout(size: ImageSize, downsample: int, tokens: SpecialTokens) -> Layout:
+    return Layout(
+        size.height // downsample,
+        size.width // downsample,
+        tokens.codes,
+        row_end=tokens.row_end,
+        epilogue=(tokens.frame_end, tokens.image_end, tokens.end),
+    )
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     config = checkpoint.config
-    arch = decoder_arch(config.get("text_config") or {}, DEFAULTS, checkpoint.name)
-    images = image_arch(config)
-    ids = tokens(config, images.codes)
-    side = images.downsample
+    images = image_tokenizer_arch(config)
+    tokens = special_tokens(config, images.codes)
     return ModelSpec(
-        arch=replace(arch, outputs=ids.codes),
+        arch=replace(decoder_arch(config.get("text_config"), DEFAULTS, checkpoint.name), outputs=tokens.codes),
         defaults=SamplingDefaults(guidance=3.0, top_k=2048),
-        sizes=sizes(int(config.get("image_area", AREA)), side),
-        make_layout=lambda size: Layout(
-            size.height // side, size.width // side, ids.codes, row_end=ids.row_end,
-            epilogue=(ids.frame_end, ids.image_end, ids.end),
-        ),
-    )  # fmt: skip
+        sizes=list_sizes(int(config.get("image_area", IMAGE_AREA)), images.downsample),
+        make_layout=lambda size: make_layout(size, images.downsample, tokens),
+    )
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
-    spec, shapes = read_spec(checkpoint), checkpoint.shapes()
-    encode = text_encoder(checkpoint.file("tokenizer.json"))
-    version = next((v for v in VERSIONS if f"{v.decoder}norm.weight" in shapes), VERSIONS[0])
+    spec, config, shapes = read_spec(checkpoint), checkpoint.config, checkpoint.shapes()
+    encode = load_text_tokenizer(checkpoint.require_file("tokenizer.json"))
+    prefixes = next((p for p in TENSOR_PREFIXES if f"{p.decoder}norm.weight" in shapes), TENSOR_PREFIXES[0])
     net = allocate(lambda: Transformer(spec.arch), placement)
-    arch = image_arch(checkpoint.config)
-    images = allocate(lambda: VideoVQ(arch), Placement(placement.device, torch.float32))
-    slots = {
-        **decoder_destinations(net, HF_DECODER, version.decoder),
-        **decoder_destinations(net, [HEAD], version.head),
+    image_arch = image_tokenizer_arch(config)
+    images = allocate(lambda: VideoVQ(image_arch), Placement(placement.device, torch.float32))
+    # Scalars are the batch counters of BatchNorm.
+    in_images = {
+        name: to for name, to in module_destinations(images, prefixes.image_tokenizer).items() if to.memory.ndim
     }
-    own = {name: slot for name, slot in module_destinations(images, version.images).items() if slot.into.ndim}
-    copy_weights(checkpoint, {**slots, **own}, [ROTARY, r".*\.num_batches_tracked$"])
-    ids = tokens(checkpoint.config, arch.codes)
-    positions = int({**DEFAULTS, **(checkpoint.config.get("text_config") or {})}["max_position_embeddings"])
+    destinations = {
+        **decoder_destinations(net, HF_DECODER, prefixes.decoder),
+        **decoder_destinations(net, [HF_HEAD], prefixes.head),
+        **in_images,
+    }
+    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, r".*\.num_batches_tracked$"])
+    tokens = special_tokens(config, image_arch.codes)
+    max_positions = with_defaults(config.get("text_config"), DEFAULTS)["max_position_embeddings"]
 
-    def row(text: str, size: ImageSize) -> tuple[int, ...]:
-        grid = f"{size.height // arch.downsample}*{size.width // arch.downsample}"
-        return (ids.start, *encode(text), ids.image_start, *encode(grid), ids.image)
+    def encode_prompt(text: str, size: ImageSize) -> tuple[int, ...]:
+        grid = f"{size.height // image_arch.downsample}*{size.width // image_arch.downsample}"
+        return (tokens.start, *encode(text), tokens.image_start, *encode(grid), tokens.image)
 
-    def prompt(text: str, negative: str | None, size: ImageSize) -> Prompt:
-        return Prompt(row(text, size), row(NEGATIVE if negative is None else negative, size))
+    def make_prompt(text: str, negative: str | None, size: ImageSize) -> Prompt:
+        return Prompt(encode_prompt(text, size), encode_prompt(NEGATIVE_PROMPT if negative is None else negative, size))
 
-    return spec.build(FAMILY.name, checkpoint, DecoderTarget(net, positions=positions), images, prompt)
+    target = DecoderTarget(net, positions=int(max_positions))
+    return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
 
 
 FAMILY = Family(

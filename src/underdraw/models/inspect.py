@@ -1,7 +1,4 @@
-"""What underdraw knows: its families, and what a checkpoint is before it is loaded.
-
-Only names, shapes and configurations are read. Nothing here prints.
-"""
+"""What `underdraw models` prints: the families, and a report on one checkpoint from its headers and configuration."""
 
 from __future__ import annotations
 
@@ -12,27 +9,34 @@ from typing import Any, Literal
 import torch
 
 from underdraw.errors import UnsupportedError
-from underdraw.models.checkpoint import EMBEDDED, WEIGHTS, Checkpoint, open_checkpoint, tensor_shapes
+from underdraw.models.checkpoint import (
+    EMBEDDED_MODELS,
+    TRAINED_BY_UNDERDRAW,
+    WEIGHT_SUFFIXES,
+    Checkpoint,
+    open_checkpoint,
+    tensor_shapes,
+)
 from underdraw.models.family import Family, ModelSpec, Placement
+from underdraw.models.loading import all_families, find_family
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.nn.weights import SCALE
 from underdraw.registry import families
 
-BYTES = {"float32": 4, "bfloat16": 2}
-_OURS = "model-0.safetensors"  # the first file of a drafter that our own training has written
+BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes that drawing takes in one number format: the decoder, and the cache of one picture with guidance."""
+class MemoryEstimate:
+    """Bytes that generation takes in one dtype."""
 
-    weights: int
-    cache: int
+    weights: int  # of the decoder
+    cache: int  # KV cache of one image with guidance
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a checkpoint is."""
+    """What a checkpoint is; the fields from `decoder` on are those of models, not of drafters or tokenizers."""
 
     name: str
     kind: Literal["model", "drafter", "image tokenizer"]
@@ -42,8 +46,8 @@ class Report:
     decoder: dict[str, int] = field(default_factory=dict)
     image_tokenizer: dict[str, int] = field(default_factory=dict)  # of checkpoints that hold it in a folder `tokenizer`
     sizes: list[str] = field(default_factory=list)
-    settings: dict[str, float] = field(default_factory=dict)
-    memory: dict[str, Memory] = field(default_factory=dict)
+    settings: dict[str, float] = field(default_factory=dict)  # sampling defaults
+    memory: dict[str, MemoryEstimate] = field(default_factory=dict)  # by dtype
     drafters: list[str] = field(default_factory=list)
     note: str = ""
 
@@ -52,125 +56,127 @@ class Report:
 
 
 def list_families() -> list[dict[str, Any]]:
-    """Every family with its published checkpoints and drafters."""
-    found = []
-    for name in families.names():
-        family: Family = families.get(name)  # type: ignore[assignment]
-        found.append(
-            {
-                "family": family.name,
-                "summary": family.summary,
-                "published": [
-                    {**asdict(item), "parameters": _embedded_parameters(item.id)} for item in family.published
-                ],
-                "drafters": [head.id for head in family.drafters],
-            }
-        )
-    return found
+    """Every family with its published checkpoints and drafters, as JSON values."""
+    return [
+        {
+            "family": family.name,
+            "summary": family.summary,
+            "published": [{**asdict(item), "parameters": _embedded_parameters(item.id)} for item in family.published],
+            "drafters": [drafter.id for drafter in family.drafters],
+        }
+        for family in all_families()
+    ]
 
 
 def _embedded_parameters(name: str) -> dict[str, int]:
-    """Parameters of the parts of a checkpoint that comes with the package, counted from its files."""
-    if name not in EMBEDDED:
+    """Parameters of the parts of a model that is included in the package; {} for others."""
+    if name not in EMBEDDED_MODELS:
         return {}
     folder = open_checkpoint(name).folder
-    return {"decoder": count_parameters(folder / "decoder"), "image tokenizer": count_parameters(folder / "tokenizer")}
+    return {
+        "decoder": count_stored_parameters(folder / "decoder"),
+        "image tokenizer": count_stored_parameters(folder / "tokenizer"),
+    }
 
 
-def count_parameters(folder: Path) -> int:
-    """Parameters in the safetensors files of a folder; the scales of 8-bit rows are no parameters."""
+def count_stored_parameters(folder: Path) -> int:
+    """Parameters in the safetensors files of a folder, without the scales of 8-bit rows."""
     shapes = [tensor_shapes(path) for path in folder.glob("model-*.safetensors")]
     return sum(shape.numel() for part in shapes for name, shape in part.items() if not name.endswith(SCALE))
 
 
 def inspect(checkpoint: Checkpoint) -> Report:
-    """What a folder, file or repository holds."""
-    part = _part(checkpoint)
-    if part is not None:
-        return part
-    every: list[Family] = [families.get(name) for name in families.names()]  # type: ignore[misc]
-    family = next((family for family in every if family.matches(checkpoint)), None)
+    """Report on a folder, file or repository without loading its weights."""
+    report = _inspect_part(checkpoint)
+    if report is not None:
+        return report
+    family = find_family(checkpoint)
     if family is None:
         raise UnsupportedError(
-            f"{checkpoint.name} is nothing that underdraw knows: no model of {', '.join(families.names())}, "
-            "no drafter and no image tokenizer."
+            f"{checkpoint.name} is not supported: it is neither a model of a family ({', '.join(families.names())}) "
+            "nor a drafter nor an image tokenizer."
         )
-    known = _description(family, checkpoint)
-    size = known.sizes[0]
-    local = [f"drafter {path.name} beside the weights" for path in checkpoint.drafter_folders()]
-    heads = [
-        head.id for head in family.drafters if (head.hidden_size, head.image_side) == (known.arch.dim, size.height)
-    ]
+    spec = _read_spec(family, checkpoint)
+    wanted = (spec.arch.dim, spec.sizes[0].height)
+    shipped = [f"{path.name} (in the checkpoint's folder)" for path in checkpoint.drafter_folders()]
+    published = [drafter.id for drafter in family.drafters if (drafter.hidden_size, drafter.image_side) == wanted]
     return Report(
         name=checkpoint.name,
         kind="model",
         family=family.name,
-        decoder=_decoder(known.arch),
-        image_tokenizer=_image_tokenizer(checkpoint),
-        sizes=[str(size) for size in known.sizes],
-        settings=asdict(known.defaults),
-        memory=_memory(known),
-        drafters=[*local, *heads] or ["jacobi"],
-        note="" if local or heads else "no drafter was published for it; jacobi needs none",
-        **_files(checkpoint),
+        decoder=_describe_decoder(spec.arch),
+        image_tokenizer=_describe_image_tokenizer(checkpoint),
+        sizes=[str(size) for size in spec.sizes],
+        settings=asdict(spec.defaults),
+        memory=_estimate_memory(spec),
+        drafters=[*shipped, *published] or ["jacobi"],
+        note="" if shipped or published else "no trained drafter is published for it; jacobi needs no weights",
+        **_count_files(checkpoint),
     )
 
 
-def _part(checkpoint: Checkpoint) -> Report | None:
-    """A drafter or an image tokenizer, which belong to a model and are none."""
-    if (checkpoint.path / _OURS).exists():
-        note = "trained by underdraw; it knows its target and is refused by others"
-        return Report(checkpoint.name, "drafter", "underdraw", note=note, **_files(checkpoint))
-    files = _weights(checkpoint)
-    shapes = tensor_shapes(files[0]) if files else {}
+def _inspect_part(checkpoint: Checkpoint) -> Report | None:
+    """The report on a drafter or an image tokenizer, which belong to a model; None for anything else."""
+    if (checkpoint.path / TRAINED_BY_UNDERDRAW).exists():
+        note = "trained by underdraw for one target; other targets are refused"
+        return Report(checkpoint.name, "drafter", "underdraw", note=note, **_count_files(checkpoint))
+    shapes = tensor_shapes(checkpoint.weight_files()[0]) if _has_weight_files(checkpoint) else {}
     if "fc.weight" in shapes and "embed_tokens.weight" in shapes:
         vocab, dim = shapes["embed_tokens.weight"]
-        note = f"an EAGLE head for models of width {dim} with {vocab} tokens; name it after --drafter"
-        return Report(checkpoint.name, "drafter", "eagle", note=note, **_files(checkpoint))
+        note = f"an EAGLE head for targets with hidden size {dim} and {vocab} tokens; pass it with --drafter"
+        return Report(checkpoint.name, "drafter", "eagle", note=note, **_count_files(checkpoint))
     if "quantize.embedding.weight" in shapes and "tok_embeddings.weight" not in shapes:
         codes, dim = shapes["quantize.embedding.weight"]
-        note = f"{codes} codes of {dim} numbers; it belongs beside its model"
-        return Report(checkpoint.name, "image tokenizer", "vqgan", note=note, **_files(checkpoint))
+        note = f"a codebook of {codes} codes with {dim} dimensions; put it into its model's folder"
+        return Report(checkpoint.name, "image tokenizer", "vqgan", note=note, **_count_files(checkpoint))
     return None
 
 
-def _description(family: Family, checkpoint: Checkpoint) -> ModelSpec:
+def _read_spec(family: Family, checkpoint: Checkpoint) -> ModelSpec:
     if family.read_spec is not None:
         return family.read_spec(checkpoint)
-    model = family.load(checkpoint, Placement(torch.device("cpu"), torch.float32))  # small enough to ask the model
+    model = family.load(checkpoint, Placement(torch.device("cpu"), torch.float32))
     return ModelSpec(model.target.net.arch, model.defaults, model.sizes, model.make_layout)
 
 
-def _files(checkpoint: Checkpoint) -> dict[str, Any]:
-    paths = _weights(checkpoint) or sorted(checkpoint.path.glob("*/*.safetensors"))  # ours lie in folders of their own
+def _has_weight_files(checkpoint: Checkpoint) -> bool:
+    path = checkpoint.path
+    return path.is_file() or any(file.suffix in WEIGHT_SUFFIXES for file in path.iterdir())
+
+
+def _count_files(checkpoint: Checkpoint) -> dict[str, Any]:
+    # Models trained by underdraw keep their weights in subfolders.
+    in_subfolders = sorted(checkpoint.path.glob("*/*.safetensors"))
+    paths = checkpoint.weight_files() if _has_weight_files(checkpoint) else in_subfolders
     return {"files": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
 
 
-def _weights(checkpoint: Checkpoint) -> list[Path]:
-    """The files of weights right here, none where there are only folders."""
-    here = checkpoint.path.is_file() or any(path.suffix in WEIGHTS for path in checkpoint.path.iterdir())
-    return checkpoint.shards() if here else []
-
-
-def _decoder(arch: Arch) -> dict[str, int]:
+def _describe_decoder(arch: Arch) -> dict[str, int]:
     return {
-        "parameters": _parameters(arch), "layers": arch.layers, "width": arch.dim, "heads": arch.heads,
-        "key_value_heads": arch.groups, "tokens": arch.vocab, "codes": len(arch.outputs or range(arch.vocab)),
-    }  # fmt: skip
+        "parameters": _count_parameters(arch),
+        "layers": arch.layers,
+        "width": arch.dim,
+        "heads": arch.heads,
+        "key_value_heads": arch.groups,
+        "tokens": arch.vocab,
+        "codes": len(arch.outputs or range(arch.vocab)),
+    }
 
 
-def _image_tokenizer(checkpoint: Checkpoint) -> dict[str, int]:
+def _describe_image_tokenizer(checkpoint: Checkpoint) -> dict[str, int]:
     folder = checkpoint.folder / "tokenizer"
-    return {"parameters": count_parameters(folder)} if (folder / _OURS).exists() else {}
+    return {"parameters": count_stored_parameters(folder)} if (folder / TRAINED_BY_UNDERDRAW).exists() else {}
 
 
-def _parameters(arch: Arch) -> int:
-    """Of the decoder as it is loaded: with its head cut to the image codes."""
+def _count_parameters(arch: Arch) -> int:
+    """Parameters of the decoder as it is loaded: with its head cut to the image codes."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Transformer(arch).parameters())
 
 
-def _memory(known: ModelSpec) -> dict[str, Memory]:
-    arch, places = known.arch, known.make_layout(known.sizes[0]).steps
-    numbers = 2 * arch.layers * arch.groups * arch.width * places * 2  # keys and values of two rows
-    return {name: Memory(_parameters(arch) * size, numbers * size) for name, size in BYTES.items()}
+def _estimate_memory(spec: ModelSpec) -> dict[str, MemoryEstimate]:
+    arch, tokens = spec.arch, spec.make_layout(spec.sizes[0]).steps
+    keys_and_values, guidance_rows = 2, 2
+    cached_values = keys_and_values * guidance_rows * tokens * arch.layers * arch.groups * arch.width
+    parameters = _count_parameters(arch)
+    return {name: MemoryEstimate(parameters * size, cached_values * size) for name, size in BYTES_PER_VALUE.items()}

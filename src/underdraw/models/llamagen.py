@@ -1,8 +1,8 @@
-"""LlamaGen: text-to-image and class-conditional, as its authors' .pt files and as LANTERN's conversion.
+"""LlamaGen: text-to-image and class-conditional models, as the authors' .pt files and in LANTERN's conversion.
 
-Positions are those of the grid alone. The prompt has none: its queries and keys are zero, so tokens of the prompt that
-are masked as padding can simply be left out. A class is a token of its own behind the codes; a text is up to 120
-features of a T5 encoder, and what stands for "no text" are as many rows of a table in the checkpoint.
+RoPE covers the grid alone: its tables are zero for prompt tokens, so their queries and keys are zero, and masked
+padding can be left out. A class is one token, placed after the codes in our vocabulary. A text is up to 120 features
+of a T5 encoder, and "no text" is a table of as many rows in the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -30,9 +30,9 @@ from underdraw.models.family import (
     PublishedDrafter,
     SamplingDefaults,
 )
-from underdraw.models.imagenet_classes import check_class, class_of
-from underdraw.models.t5_text import TextFeatures
-from underdraw.models.transformers_layout import decoder_arch, square
+from underdraw.models.imagenet_classes import class_index
+from underdraw.models.t5_text import T5Features
+from underdraw.models.transformers_layout import decoder_arch, square_side
 from underdraw.models.vqgan_checkpoint import LLAMAGEN, load_vqgan
 from underdraw.models.weight_map import (
     HF_DECODER,
@@ -41,6 +41,7 @@ from underdraw.models.weight_map import (
     allocate,
     copy_weights,
     decoder_destinations,
+    module_destinations,
     refuse_drafter,
 )
 from underdraw.nn.rope import Rope
@@ -50,64 +51,61 @@ from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import Prompt
 from underdraw.tokenizers.vqgan import VQGAN
 
-CELL = 16  # pixels of a code
-SIDES = (256, 384, 512)  # of published checkpoints, in pixels
-TEXT = 120  # features of a prompt
-ORIGINAL = (
-    WeightRule("tok_embeddings.weight", "embedding.weight", part="codes"),
+DOWNSAMPLE = 16  # pixels per code
+PUBLISHED_SIDES = (256, 384, 512)  # pixels
+MAX_TEXT_FEATURES = 120
+ORIGINAL_RULES = (
+    WeightRule("tok_embeddings.weight", "embedding.weight", rows="codes"),
     WeightRule("output.weight", "head.weight"),
     WeightRule("norm.weight", "norm.weight"),
     WeightRule("layers.{i}.attention_norm.weight", "blocks.{i}.attention_norm.weight"),
     WeightRule("layers.{i}.ffn_norm.weight", "blocks.{i}.ffn_norm.weight"),
     WeightRule("layers.{i}.attention.wqkv.weight", "blocks.{i}.qkv.weight"),
     WeightRule("layers.{i}.attention.wo.weight", "blocks.{i}.out.weight"),
-    WeightRule("layers.{i}.feed_forward.w1.weight", "blocks.{i}.gate_up.weight", part="gate"),
-    WeightRule("layers.{i}.feed_forward.w3.weight", "blocks.{i}.gate_up.weight", part="up"),
+    WeightRule("layers.{i}.feed_forward.w1.weight", "blocks.{i}.gate_up.weight", rows="gate"),
+    WeightRule("layers.{i}.feed_forward.w3.weight", "blocks.{i}.gate_up.weight", rows="up"),
     WeightRule("layers.{i}.feed_forward.w2.weight", "blocks.{i}.down.weight"),
 )
-CONVERTED = (
-    WeightRule("model.embed_tokens.weight", "embedding.weight", part="codes"),
+CONVERTED_RULES = (
+    WeightRule("model.embed_tokens.weight", "embedding.weight", rows="codes"),
     WeightRule("lm_head.weight", "head.weight"),
-    *(replace(rule, name=f"model.{rule.name}") for rule in HF_DECODER[1:]),
+    *(replace(rule, tensor=f"model.{rule.tensor}") for rule in HF_DECODER[1:]),
 )
-CLASSES = WeightRule("cls_embedding.embedding_table.weight", "embedding.weight", part="classes")
-_TABLE = "cls_embedding.embedding_table.weight"
-_CAPTIONS = {
-    "cls_embedding.cap_proj.fc1.weight": "0.weight",
-    "cls_embedding.cap_proj.fc2.weight": "2.weight",
-}
+_CLASS_TABLE = "cls_embedding.embedding_table.weight"
+_CLASS_RULE = WeightRule(_CLASS_TABLE, "embedding.weight", rows="classes")
+_CAPTION_LAYERS = {"0.weight": "cls_embedding.cap_proj.fc1.weight", "2.weight": "cls_embedding.cap_proj.fc2.weight"}
 _UNCONDITIONAL = "cls_embedding.uncond_embedding"
-_STALE = [r"(model\.)?freqs_cis$"]
+_ROPE_TABLE = "freqs_cis"  # saved by some versions; we compute it
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """The file of a checkpoint that holds the decoder, its tensors, and in which of the two formats."""
+class DecoderFiles:
+    """The weights of the decoder, in one of the two formats."""
 
     checkpoint: Checkpoint
     shapes: dict[str, torch.Size]
 
     @property
-    def converted(self) -> bool:
+    def is_converted(self) -> bool:
         return "model.embed_tokens.weight" in self.shapes
 
     @property
     def prefix(self) -> str:
-        return "model." if self.converted else ""
+        return "model." if self.is_converted else ""
 
     @property
-    def embedding(self) -> torch.Size:
-        return self.shapes["model.embed_tokens.weight" if self.converted else "tok_embeddings.weight"]
+    def embedding(self) -> torch.Size:  # (codes, hidden size)
+        return self.shapes["model.embed_tokens.weight" if self.is_converted else "tok_embeddings.weight"]
 
     @property
     def classes(self) -> int:
-        """How many classes it knows besides "none"; 0 if it is told texts."""
-        table = self.shapes.get(self.prefix + _TABLE)
+        """Number of classes, without the "no class" row of the table; 0 for a text-to-image model."""
+        table = self.shapes.get(self.prefix + _CLASS_TABLE)
         return table[0] - 1 if table is not None else 0
 
 
-def _files(checkpoint: Checkpoint) -> list[Path]:
-    """Files that may hold a decoder: the authors publish image tokenizers in the same folders."""
+def _candidate_files(checkpoint: Checkpoint) -> list[Path]:
+    """Files that may hold a decoder; the authors publish image tokenizers (vq_*.pt) in the same folders."""
     if checkpoint.path.is_file():
         return [checkpoint.path]
     return [path for path in sorted(checkpoint.path.glob("*.pt")) if not path.name.startswith("vq_")]
@@ -117,162 +115,164 @@ def matches(checkpoint: Checkpoint) -> bool:
     config = checkpoint.config
     if config:
         return config.get("model_type") == "llama" and ("caption_dim" in config or "cls_token_num" in config)
-    return any("tok_embeddings.weight" in tensor_shapes(path) for path in _files(checkpoint))
+    return any("tok_embeddings.weight" in tensor_shapes(path) for path in _candidate_files(checkpoint))
 
 
-def weights(checkpoint: Checkpoint) -> Weights:
+def find_decoder(checkpoint: Checkpoint) -> DecoderFiles:
     if checkpoint.config:
         shapes = checkpoint.shapes()
         refuse_drafter(checkpoint.name, shapes)
         if "model.embed_tokens.weight" not in shapes:
             raise CheckpointError(f"{checkpoint.name} lacks model.embed_tokens.weight; it is incomplete.")
-        return Weights(checkpoint, shapes)
-    files = _files(checkpoint)
-    if len(files) > 1:
-        names = ", ".join(path.name for path in files)
+        return DecoderFiles(checkpoint, shapes)
+    paths = _candidate_files(checkpoint)
+    if len(paths) > 1:
+        names = ", ".join(path.name for path in paths)
         raise ConfigError(f"{checkpoint.name} holds several models ({names}); give one of these files.")
-    return Weights(replace(checkpoint, path=files[0]), tensor_shapes(files[0]))
+    return DecoderFiles(replace(checkpoint, path=paths[0]), tensor_shapes(paths[0]))
 
 
-def _arch(own: Weights) -> Arch:
-    config, name = own.checkpoint.config, own.checkpoint.name
-    vocab, dim = own.embedding
-    if own.converted:
+def _read_arch(decoder: DecoderFiles) -> Arch:
+    config, name = decoder.checkpoint.config, decoder.checkpoint.name
+    codes, dim = decoder.embedding
+    if decoder.is_converted:
         defaults = {"rms_norm_eps": 1e-5, "rope_theta": config.get("rope_base", 10000.0)}
         arch = decoder_arch(config, defaults, name)
     else:
-        layers = sum(bool(re.fullmatch(r"layers\.\d+\.attention\.wo\.weight", key)) for key in own.shapes)
-        heads = 32 if dim in (3200, 4096) else dim // 64  # the file does not say; all others have heads of 64
-        ffn = own.shapes["layers.0.feed_forward.w1.weight"][0]
-        arch = Arch(dim, layers, heads, ffn, vocab, Rope.one_axis(dim // heads))
-    half = arch.width // 4
+        layers = sum(bool(re.fullmatch(r"layers\.\d+\.attention\.wo\.weight", key)) for key in decoder.shapes)
+        # The file does not store the number of heads: 3B and 7B have 32, all smaller models have heads of 64.
+        heads = 32 if dim in (3200, 4096) else dim // 64
+        ffn = decoder.shapes["layers.0.feed_forward.w1.weight"][0]
+        arch = Arch(dim, layers, heads, ffn, codes, Rope.one_axis(dim // heads))
+    pairs = arch.width // 4  # rotated pairs per axis: half for rows, half for columns
     return replace(
         arch,
-        vocab=vocab + own.classes + (own.classes > 0),
-        outputs=range(vocab),
-        rope=Rope((0, half, half), arch.rope.theta, pairing="interleaved", prefix="zero"),
+        vocab=codes + (decoder.classes + 1 if decoder.classes else 0),
+        outputs=range(codes),
+        rope=Rope((0, pairs, pairs), arch.rope.theta, pairing="interleaved", prefix="zero"),
     )
 
 
-def _sides(own: Weights) -> Sequence[int]:
-    """Sides of its pictures in pixels; where neither configuration nor name tells, every published one."""
-    config, table = own.checkpoint.config, own.shapes.get(f"{own.prefix}freqs_cis")
-    cells = config.get("block_size")
-    if cells is None and table is not None:
-        cells = table[0] - (1 if own.classes else TEXT)
+def _read_sides(decoder: DecoderFiles) -> Sequence[int]:
+    """Image sides in pixels, from the configuration, the RoPE table or the file name; else all published ones."""
+    rope_table = decoder.shapes.get(decoder.prefix + _ROPE_TABLE)
+    cells = decoder.checkpoint.config.get("block_size")
+    if cells is None and rope_table is not None:
+        cells = rope_table[0] - (1 if decoder.classes else MAX_TEXT_FEATURES)
     if cells is not None:
-        return [square(int(cells), own.checkpoint.name) * CELL]
-    told = [int(number) for number in re.findall(r"_(\d{2,4})(?=_|$)", own.checkpoint.path.stem)]
-    return told[-1:] if told and told[-1] % CELL == 0 else SIDES
+        return [square_side(int(cells), decoder.checkpoint.name) * DOWNSAMPLE]
+    numbers = [int(number) for number in re.findall(r"_(\d{2,4})(?=_|$)", decoder.checkpoint.path.stem)]
+    return numbers[-1:] if numbers and numbers[-1] % DOWNSAMPLE == 0 else PUBLISHED_SIDES
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
-    own = weights(checkpoint)
-    arch = _arch(own)
-    codes = arch.outputs or range(0)
+    decoder = find_decoder(checkpoint)
+    arch = _read_arch(decoder)
+    for_classes, for_text = SamplingDefaults(guidance=4.0, top_k=2000), SamplingDefaults(guidance=7.5, top_k=1000)
     return ModelSpec(
         arch=arch,
-        defaults=SamplingDefaults(guidance=4.0, top_k=2000)
-        if own.classes
-        else SamplingDefaults(guidance=7.5, top_k=1000),
-        sizes=tuple(ImageSize(side, side) for side in _sides(own)),
-        make_layout=lambda size: Layout(size.height // CELL, size.width // CELL, codes),
+        defaults=for_classes if decoder.classes else for_text,
+        sizes=tuple(ImageSize(side, side) for side in _read_sides(decoder)),
+        make_layout=lambda size: Layout(size.height // DOWNSAMPLE, size.width // DOWNSAMPLE, arch.outputs or range(0)),
     )
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
-    spec, own = read_spec(checkpoint), weights(checkpoint)
+    spec, decoder = read_spec(checkpoint), find_decoder(checkpoint)
     net = allocate(lambda: Transformer(spec.arch), placement)
-    vocab = own.embedding[0]
-    rows = {"codes": slice(0, vocab), "classes": slice(vocab, spec.arch.vocab)}
-    slots = decoder_destinations(net, CONVERTED if own.converted else ORIGINAL, rows=rows)
-    projection, make = None, _class_prompt(own, vocab)
-    if own.classes:
-        slots |= decoder_destinations(net, [CLASSES], own.prefix, rows)
+    codes = decoder.embedding[0]
+    rows = {"codes": slice(0, codes), "classes": slice(codes, spec.arch.vocab)}
+    destinations = decoder_destinations(net, CONVERTED_RULES if decoder.is_converted else ORIGINAL_RULES, rows=rows)
+    projection = None
+    if decoder.classes:
+        destinations |= decoder_destinations(net, [_CLASS_RULE], decoder.prefix, rows)
+        make_prompt = _make_class_prompts(decoder.classes, first_token=codes)
     else:
-        projection, unconditional = _captions(own, placement)
-        parameters = projection.state_dict()
-        slots |= {own.prefix + name: WeightDestination(parameters[into]) for name, into in _CAPTIONS.items()}
-        slots[own.prefix + _UNCONDITIONAL] = WeightDestination(unconditional)
-        make = _text_prompt(checkpoint, placement, unconditional)
-    copy_weights(own.checkpoint, slots, _STALE)
-    images = _images(checkpoint, "c2i" if own.classes else "t2i", placement)
-    model = spec.build(FAMILY.name, checkpoint, DecoderTarget(net, projection), images, make)
-    return replace(model, check_prompt=partial(check_class, count=own.classes)) if own.classes else model
+        projection, unconditional = _allocate_captions(decoder, placement)
+        destinations |= module_destinations(projection, decoder.prefix, _CAPTION_LAYERS.__getitem__)
+        destinations[decoder.prefix + _UNCONDITIONAL] = WeightDestination(unconditional)
+        make_prompt = _make_text_prompts(checkpoint, placement, unconditional)
+    copy_weights(decoder.checkpoint, destinations, [rf"(model\.)?{_ROPE_TABLE}$"])
+    images = _load_image_tokenizer(checkpoint, "c2i" if decoder.classes else "t2i", placement)
+    model = spec.build(FAMILY.name, checkpoint, DecoderTarget(net, projection), images, make_prompt)
+    if not decoder.classes:
+        return model
+
+    def check_prompt(text: str) -> None:
+        class_index(text, decoder.classes)
+
+    return replace(model, check_prompt=check_prompt)
 
 
-def _captions(own: Weights, placement: Placement) -> tuple[nn.Module, Tensor]:
-    """The network from text features to embeddings, and the features of "no text", both still empty."""
-    first, table = (own.shapes.get(own.prefix + name) for name in (next(iter(_CAPTIONS)), _UNCONDITIONAL))
-    if first is None or table is None:
+def _allocate_captions(decoder: DecoderFiles, placement: Placement) -> tuple[nn.Module, Tensor]:
+    """The network from T5 features to embeddings and the features of "no text", both uninitialised."""
+    first_layer = decoder.shapes.get(decoder.prefix + _CAPTION_LAYERS["0.weight"])
+    table = decoder.shapes.get(decoder.prefix + _UNCONDITIONAL)
+    if first_layer is None or table is None:
         raise CheckpointError(
-            f"{own.checkpoint.name} has neither {own.prefix}{_TABLE} nor {own.prefix}{_UNCONDITIONAL}; "
-            "it is incomplete."
+            f"{decoder.checkpoint.name} has neither {decoder.prefix}{_CLASS_TABLE} nor "
+            f"{decoder.prefix}{_UNCONDITIONAL}; it is incomplete."
         )
-    dim, inputs = first
+    dim, features = first_layer
     projection = allocate(
         lambda: nn.Sequential(
-            Linear(inputs, dim, bias=False), nn.GELU(approximate="tanh"), Linear(dim, dim, bias=False)
+            Linear(features, dim, bias=False), nn.GELU(approximate="tanh"), Linear(dim, dim, bias=False)
         ),
         placement,
     )
     return projection, torch.empty(table, device=placement.device, dtype=placement.dtype)
 
 
-def _images(checkpoint: Checkpoint, kind: str, placement: Placement) -> VQGAN:
+def _load_image_tokenizer(checkpoint: Checkpoint, kind: str, placement: Placement) -> VQGAN:
     name = f"vq_ds16_{kind}.pt"
-    published = f"peizesun/llamagen_t2i/{name}" if kind == "t2i" else f"FoundationVision/LlamaGen/{name}"
-    path = checkpoint.fetched([name, f"pretrained_models/{name}"], published)
+    hub_id = f"peizesun/llamagen_t2i/{name}" if kind == "t2i" else f"FoundationVision/LlamaGen/{name}"
+    path = checkpoint.find_or_download([name, f"pretrained_models/{name}"], hub_id)
     return load_vqgan(path, LLAMAGEN, placement, ignored=[r"quantize\.codebook_used$"])
 
 
-def _class_prompt(own: Weights, first: int) -> MakePrompt:
-    def token(text: str) -> int:
-        return first + class_of(text, own.classes)
+def _make_class_prompts(classes: int, first_token: int) -> MakePrompt:
+    def make_prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
+        other = classes if negative is None else class_index(negative, classes)  # the last row means "no class"
+        return Prompt((first_token + class_index(text, classes),), (first_token + other,))
 
-    def prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
-        none = first + own.classes
-        return Prompt((token(text),), (none if negative is None else token(negative),))
-
-    return prompt
+    return make_prompt
 
 
-def _text_prompt(checkpoint: Checkpoint, placement: Placement, unconditional: Tensor) -> MakePrompt:
-    encoder = TextFeatures(checkpoint, placement, TEXT)
+def _make_text_prompts(checkpoint: Checkpoint, placement: Placement, unconditional: Tensor) -> MakePrompt:
+    encode = lru_cache(maxsize=64)(T5Features(checkpoint, placement, MAX_TEXT_FEATURES))
 
-    @lru_cache(maxsize=64)
-    def features(text: str) -> Tensor:
-        return encoder(text)
+    def make_prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
+        condition = encode(text)
+        # The authors pad on the left and mask the padding in both rows, so the last rows of the table remain.
+        no_text = unconditional[unconditional.shape[0] - condition.shape[0] :]
+        return Prompt(condition, no_text if negative is None else encode(negative))
 
-    def prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
-        condition = features(text)
-        # The authors pad on the left, so what is left of the table are its last rows.
-        none = unconditional[unconditional.shape[0] - condition.shape[0] :]
-        return Prompt(condition, none if negative is None else features(negative))
-
-    return prompt
+    return make_prompt
 
 
+_CLASS_MODELS = ("c2i_B_256", "c2i_L_256", "c2i_B_384", "c2i_L_384", "c2i_XL_384", "c2i_XXL_384", "c2i_3B_384")
 FAMILY = Family(
     name="llamagen",
     summary="LlamaGen, text-to-image (256 and 512 px) and class-conditional (256 and 384 px), B to 3B",
     published=(
         PublishedCheckpoint(
-            "jadohu/LlamaGen-T2I", "mit", "text-to-image, 256 px; with vq_ds16_t2i.pt and google/flan-t5-xl"
+            "jadohu/LlamaGen-T2I", "mit", "text-to-image, 256 px; needs vq_ds16_t2i.pt and google/flan-t5-xl"
         ),
-        PublishedCheckpoint("jadohu/LlamaGen-T2I-2", "mit", "text-to-image, 512 px; with the same"),
+        PublishedCheckpoint("jadohu/LlamaGen-T2I-2", "mit", "text-to-image, 512 px; needs the same"),
         PublishedCheckpoint("peizesun/llamagen_t2i/t2i_XL_stage1_256.pt", "mit", "text-to-image, 256 px"),
         PublishedCheckpoint("peizesun/llamagen_t2i/t2i_XL_stage2_512.pt", "mit", "text-to-image, 512 px"),
         *(
-            PublishedCheckpoint(f"FoundationVision/LlamaGen/{name}.pt", "mit", "class-conditional; with vq_ds16_c2i.pt")
-            for name in ("c2i_B_256", "c2i_L_256", "c2i_B_384", "c2i_L_384", "c2i_XL_384", "c2i_XXL_384", "c2i_3B_384")
+            PublishedCheckpoint(
+                f"FoundationVision/LlamaGen/{name}.pt", "mit", "class-conditional; needs vq_ds16_c2i.pt"
+            )
+            for name in _CLASS_MODELS
         ),
     ),
     matches=matches,
     load=load,
     read_spec=read_spec,
     drafters=(
-        PublishedDrafter("jadohu/llamagen_drafter", 1280, 256),
-        PublishedDrafter("jadohu/llamagen2_drafter", 1280, 512),
+        PublishedDrafter("jadohu/llamagen_drafter", hidden_size=1280, image_side=256),
+        PublishedDrafter("jadohu/llamagen2_drafter", hidden_size=1280, image_side=512),
     ),
 )

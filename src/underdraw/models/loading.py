@@ -1,18 +1,19 @@
-"""From names to a loaded model: device and type, the family of a checkpoint, and what it was saved with."""
+"""Load models and drafters by name: resolve device and dtype, detect the family or format, run its loader."""
 
 from __future__ import annotations
 
-import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from underdraw.drafters.loading import load_drafter
 from underdraw.errors import CapacityError, CheckpointError, ConfigError, UnderdrawError, UnsupportedError
-from underdraw.models.checkpoint import Checkpoint, is_hub_id
+from underdraw.io import read_json
+from underdraw.models.checkpoint import TRAINED_BY_UNDERDRAW, Checkpoint, download, first_line, is_hub_id
 from underdraw.models.family import Family, LoadedModel, Placement
-from underdraw.models.published_drafters import find_drafter_folder, open_drafter
+from underdraw.models.lantern_drafters import load_lantern_head
 from underdraw.protocols import Drafter
 from underdraw.registry import drafters, families, parse
 
@@ -23,100 +24,114 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_placement(device: str | torch.device, dtype: str | torch.dtype) -> Placement:
-    """`auto` is the first CUDA device if there is one, bfloat16 there and float32 on a CPU."""
+    """Turn names into a device and a dtype. `auto` means CUDA with bfloat16 if available, else the CPU with float32."""
     try:
-        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        resolved = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     except RuntimeError:
-        raise ConfigError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N.") from None
-    if place.type not in ("cpu", "cuda"):
+        raise ConfigError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:N.") from None
+    if resolved.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r} is not supported; use auto, cpu, cuda or cuda:N.")
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device {str(device)!r} was asked for and torch sees {torch.cuda.device_count()} CUDA devices; use cpu "
+            f"device {str(device)!r} does not exist, torch sees {torch.cuda.device_count()} CUDA devices; use cpu "
             "or one of them."
         )
     if isinstance(dtype, torch.dtype):
-        return Placement(place, dtype)
+        return Placement(resolved, dtype)
     if dtype == "auto":
-        return Placement(place, torch.float32 if place.type == "cpu" else torch.bfloat16)
+        return Placement(resolved, torch.float32 if resolved.type == "cpu" else torch.bfloat16)
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)}.")
-    return Placement(place, DTYPES[dtype])
+        raise ConfigError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}.")
+    return Placement(resolved, DTYPES[dtype])
+
+
+def all_families() -> list[Family]:
+    """Every registered family, those of other installed packages included."""
+    return [families.get(name) for name in families.names()]  # type: ignore[misc]
+
+
+def find_family(checkpoint: Checkpoint) -> Family | None:
+    return next((family for family in all_families() if family.matches(checkpoint)), None)
 
 
 def detect_family(checkpoint: Checkpoint) -> Family:
-    """The family that a checkpoint belongs to."""
-    for name in families.names():
-        family: Family = families.get(name)  # type: ignore[assignment]
-        if family.matches(checkpoint):
-            return family
-    kind = checkpoint.config.get("model_type", "no model_type")
-    raise UnsupportedError(
-        f"{checkpoint.name} is of no family that underdraw knows ({kind}); known are {', '.join(families.names())}."
-    )
+    """The family that the checkpoint belongs to; an error if it belongs to none."""
+    family = find_family(checkpoint)
+    if family is None:
+        model_type = checkpoint.config.get("model_type", "no model_type")
+        raise UnsupportedError(
+            f"{checkpoint.name} ({model_type}) is of no supported family; supported are {', '.join(families.names())}."
+        )
+    return family
 
 
-def load_model(checkpoint: Checkpoint, place: Placement) -> LoadedModel:
-    """A checkpoint by its family. Files that are not what they should be become one sentence."""
+def load_model(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
+    """Load a checkpoint with its family's loader; whatever is wrong with its files is reported in one sentence."""
     family = detect_family(checkpoint)
     try:
-        return family.load(checkpoint, place)
+        return family.load(checkpoint, placement)
     except torch.OutOfMemoryError as error:
-        raise CapacityError(f"{checkpoint.name} does not fit into the memory of {place.device}.") from error
+        raise CapacityError(f"{checkpoint.name} does not fit into the memory of {placement.device}.") from error
     except UnderdrawError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{checkpoint.name} cannot be loaded; its files do not fit together ({type(error).__name__}: {reason})."
+            f"{checkpoint.name} cannot be loaded, its files do not match ({type(error).__name__}: {first_line(error)})."
         ) from error
 
 
 def read_saved_choices(checkpoint: Checkpoint, model: LoadedModel) -> dict[str, str]:
-    """The drafter, tree and verifier that a checkpoint was saved with; "auto" and `exact` where it does not say."""
-    choice = {"drafter": "auto", "tree": "auto", "verifier": "exact"}
+    """The drafter, tree and verifier that a pipeline was saved with, completed by the defaults."""
+    choices = {"drafter": "auto", "tree": "auto", "verifier": "exact"}
     file = checkpoint.path / SAVED_CHOICES_FILE
     if checkpoint.path.is_dir() and file.exists():
-        try:
-            settings = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{file} is not valid JSON ({error}); fix or delete it.") from None
-        if not isinstance(settings, dict) or not all(isinstance(value, str) for value in settings.values()):
-            raise ConfigError(f"{file} must hold names of a drafter, a tree and a verifier; fix or delete it.")
-        choice |= settings
-    folder = checkpoint.folder / choice["drafter"]
-    if choice["drafter"] not in [path.name for path in model.drafter_folders] and folder.is_dir():
-        choice["drafter"] = str(folder)  # a drafter that was saved along
-    return choice
+        saved = read_json(file, "the settings of a saved pipeline")
+        if not isinstance(saved, dict) or not all(isinstance(value, str) for value in saved.values()):
+            raise ConfigError(f"{file} must map drafter, tree and verifier to names; fix or delete it.")
+        choices |= saved
+    folder = checkpoint.folder / choices["drafter"]
+    if choices["drafter"] not in [path.name for path in model.drafter_folders] and folder.is_dir():
+        choices["drafter"] = str(folder)  # a drafter that was copied into the folder when the pipeline was saved
+    return choices
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """A drafter, the name that records and `from_pretrained` know it by, and the folder of its files, if any."""
+    """A drafter and the name that records and `from_pretrained` use for it."""
 
     name: str
     drafter: Drafter
-    folder: Path | None = None
+    source: Path | str | None = None  # folder or hub id of its files; None for a drafter without weights
 
 
 def load_drafter_by_name(spec: str | Drafter, model: LoadedModel) -> LoadedDrafter:
-    """The drafter that `spec` names: "auto", one that came with the model, a registered one, a folder or a hub id."""
+    """Load "auto", a drafter shipped with the model, a registered one, a folder or an `owner/name` of the hub."""
     if not isinstance(spec, str):
         if not hasattr(spec, "open"):
             raise ConfigError(f"a drafter must be a name or have an open() method, which {spec!r} lacks.")
         return LoadedDrafter(drafters.describe(spec), spec)
-    folders = {path.name: path for path in model.drafter_folders}
+    shipped = {path.name: path for path in model.drafter_folders}
     name = spec
     if spec == "auto":
-        name = next(iter(folders), "jacobi")
-        if not folders:
+        name = next(iter(shipped), "jacobi")
+        if not shipped:
             log.warning("%s comes without a drafter; drafting with jacobi, which needs no weights.", model.name)
-    if name not in folders and parse(name).name in drafters.names():
+    if name not in shipped and parse(name).name in drafters.names():
         return LoadedDrafter(name, drafters.build(name))
-    if name not in folders and not Path(name).is_dir() and not is_hub_id(name):
+    source = shipped.get(name, name)
+    if not Path(source).expanduser().is_dir() and not is_hub_id(name):
         raise ConfigError(
-            f"there is no drafter {spec!r}; use auto, one of {', '.join([*folders, *drafters.names()])}, a folder or "
+            f"there is no drafter {spec!r}; use auto, one of {', '.join([*shipped, *drafters.names()])}, a folder or "
             "an owner/name of the Hugging Face hub."
         )
-    folder = find_drafter_folder(folders.get(name, name), model.hub)
-    return LoadedDrafter(name, open_drafter(folder, model.target), folder)
+    return LoadedDrafter(name, load_drafter_files(source, model), source)
+
+
+def load_drafter_files(source: str | Path, model: LoadedModel) -> Drafter:
+    """Load the weights of a drafter, in our format or LANTERN's; one that was trained for another target is refused."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        folder = download(str(source), replace(model.hub, revision=None))  # `revision` is the model repository's
+    if (folder / TRAINED_BY_UNDERDRAW).exists():
+        return load_drafter(folder, model.target)
+    return load_lantern_head(folder, model)

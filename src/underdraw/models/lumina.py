@@ -1,4 +1,4 @@
-"""Lumina-mGPT: Chameleon with pictures of any shape. A size header, rows that end with a token, then the end."""
+"""Lumina-mGPT: Chameleon fine-tuned to generate images of many shapes: a size header, rows with end tokens, an end."""
 
 from __future__ import annotations
 
@@ -7,17 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from underdraw.layout import Layout
-from underdraw.models.chameleon import (
-    CODES,
-    IMAGE_END,
-    IMAGE_START,
-    SEPARATOR,
-    START,
-    chameleon_arch,
-    is_chameleon,
-    load_chameleon,
-    load_text,
-)
+from underdraw.models import chameleon
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import (
     Family,
@@ -31,89 +21,90 @@ from underdraw.models.family import (
 from underdraw.protocols import Prompt
 
 ROW_END = 8803  # <reserved08799>
-SIDE = 8804  # <reserved08800>, a side of 0; the token of a side of n patches is SIDE + n
-PATCH, CELL = 32, 16  # pixels of a patch, which sides are counted in, and of a code
-ASPECT = 4  # the longest side over the shortest, at most
+SIDE_TOKEN = 8804  # <reserved08800>; a side of n patches is token SIDE_TOKEN + n
+PATCH = 32  # pixels; image sides are multiples of it
+MAX_ASPECT_RATIO = 4
 
 
 def is_lumina(config: Mapping[str, Any]) -> bool:
-    """Whether a Chameleon configuration has what Lumina's training added to it."""
-    named = " ".join(config.get("architectures") or ())
-    return is_chameleon(config) and ("mask_image_logits" in config or "XLLMX" in named or "dropout" in config)
+    """Whether a Chameleon configuration has a field that Lumina's training code adds."""
+    architectures = " ".join(config.get("architectures") or ())
+    added = "mask_image_logits" in config or "XLLMX" in architectures or "dropout" in config
+    return chameleon.is_chameleon(config) and added
 
 
 def matches(checkpoint: Checkpoint) -> bool:
     return is_lumina(checkpoint.config)
 
 
-def target_size(checkpoint: Checkpoint) -> int:
-    """The side of a square picture, which the published names carry: 512, 768 or 1024."""
+def target_side(checkpoint: Checkpoint) -> int:
+    """The side of the square image, which only the published names tell: 512, 768 (default) or 1024."""
     for name in (checkpoint.name, str(checkpoint.config.get("_name_or_path", ""))):
-        found = re.findall(r"(?<=-)\d{3,4}(?=$|[-/])", name)
-        if found and int(found[-1]) % PATCH == 0:
-            return int(found[-1])
+        numbers = re.findall(r"(?<=-)\d{3,4}(?=$|[-/])", name)
+        if numbers and int(numbers[-1]) % PATCH == 0:
+            return int(numbers[-1])
     return 768
 
 
-def sizes(target: int) -> tuple[ImageSize, ...]:
-    """The square, then every shape of about its area: for each width the heights around the largest that still fits."""
-    area = (target // PATCH) ** 2
-    found = [
+def list_sizes(side: int) -> tuple[ImageSize, ...]:
+    """The square, then every shape of about its area: for each width the heights around the largest that fits."""
+    area = (side // PATCH) ** 2
+    sizes = [
         ImageSize(height * PATCH, width * PATCH)
         for width in range(1, area + 1)
         for height in range(max(1, area // (width + 1)), area // width + 1)
-        if max(height, width) <= ASPECT * min(height, width)
+        if max(height, width) <= MAX_ASPECT_RATIO * min(height, width)
     ]
-    square = ImageSize(target, target)
-    return (square, *(size for size in found if size != square))
+    square = ImageSize(side, side)
+    return (square, *(size for size in sizes if size != square))
 
 
-def layout(size: ImageSize) -> Layout:
+def make_layout(size: ImageSize) -> Layout:
     return Layout(
-        size.height // CELL,
-        size.width // CELL,
-        CODES,
-        prologue=(IMAGE_START, SIDE + size.height // PATCH, SIDE + size.width // PATCH),
+        size.height // chameleon.DOWNSAMPLE,
+        size.width // chameleon.DOWNSAMPLE,
+        chameleon.CODES,
+        prologue=(chameleon.IMAGE_START, SIDE_TOKEN + size.height // PATCH, SIDE_TOKEN + size.width // PATCH),
         row_end=ROW_END,
-        epilogue=(IMAGE_END, SEPARATOR),
+        epilogue=(chameleon.IMAGE_END, chameleon.SEPARATOR),
     )
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     return ModelSpec(
-        arch=chameleon_arch(checkpoint),
+        arch=chameleon.chameleon_arch(checkpoint),
         defaults=SamplingDefaults(guidance=3.0, top_k=2000),
-        sizes=sizes(target_size(checkpoint)),
-        make_layout=layout,
+        sizes=list_sizes(target_side(checkpoint)),
+        make_layout=make_layout,
     )
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec = read_spec(checkpoint)
-    encode = load_text(checkpoint)
-    target, images = load_chameleon(checkpoint, spec, placement)
+    encode = chameleon.load_chameleon_text(checkpoint)
+    target, images = chameleon.load_chameleon(checkpoint, spec.arch, placement)
 
-    def row(text: str, size: ImageSize) -> tuple[int, ...]:
-        order = f"Generate an image of {size.width}x{size.height} according to the following prompt:\n{text}"
-        return (START, *encode(order), SEPARATOR)
+    def encode_prompt(text: str, size: ImageSize) -> tuple[int, ...]:
+        instruction = f"Generate an image of {size.width}x{size.height} according to the following prompt:\n{text}"
+        return (chameleon.START, *encode(instruction), chameleon.SEPARATOR)
 
-    def prompt(text: str, negative: str | None, size: ImageSize) -> Prompt:
-        # Without words the unconditional row starts at the image itself, which the layout's prologue opens.
-        return Prompt(row(text, size), () if negative is None else row(negative, size))
+    def make_prompt(text: str, negative: str | None, size: ImageSize) -> Prompt:
+        # Without a negative prompt the unconditional row is empty: it begins with the layout's size header.
+        return Prompt(encode_prompt(text, size), () if negative is None else encode_prompt(negative, size))
 
-    return spec.build(FAMILY.name, checkpoint, target, images, prompt)
+    return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
 
 
 FAMILY = Family(
     name="lumina",
-    summary="Lumina-mGPT 7B: pictures of about 512, 768 or 1024 px squared in any shape up to 4:1",
+    summary="Lumina-mGPT 7B: images of about 512, 768 or 1024 px squared in any shape up to 4:1",
     published=tuple(
         PublishedCheckpoint(
-            f"Alpha-VLLM/Lumina-mGPT-7B-{size}",
+            f"Alpha-VLLM/Lumina-mGPT-7B-{side}",
             "see its page on the hub",
-            "image tokenizer of Chameleon, fetched apart",
+            "needs Chameleon's image tokenizer, which is downloaded separately",
         )
-        for size in (768, 512, 1024)
+        for side in (768, 512, 1024)
     ),
     matches=matches,
     load=load,

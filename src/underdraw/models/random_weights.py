@@ -1,7 +1,4 @@
-"""Decoders of published shapes with random weights, made where they run: for timing without a checkpoint.
-
-What they draw is noise. Shapes and picture sizes are those of the families' own files.
-"""
+"""Decoders of published shapes with random weights, created on their device, to measure speed without a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 
 from underdraw.errors import unknown
 from underdraw.layout import Layout
-from underdraw.models import chameleon, emu3, janus, llamagen, lumina
+from underdraw.models import anole, chameleon, emu3, janus, llamagen, lumina
 from underdraw.models.family import ImageSize, Placement
 from underdraw.models.transformers_layout import decoder_arch
 from underdraw.models.weight_map import allocate
@@ -21,69 +18,77 @@ from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import Prompt
 
-_CHAMELEON = replace(
-    decoder_arch({}, chameleon.DEFAULTS, "chameleon"), qk_norm="layer", qk_norm_heads="per_head",
-    outputs=chameleon.CODES,
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder, its picture, how it is guided and filtered, and how long its prompts are."""
+    """A decoder, the layout of its image, and the usual sampling parameters and prompt length."""
 
     arch: Arch
     layout: Layout
     guidance: float
     top_k: int = 0
-    prompt: int = 32
+    prompt_length: int = 32
 
     def prompts(self, count: int, more: int = 0) -> list[Prompt]:
-        """Prompts of any tokens; the unconditional row is two tokens long, as for the families that have words.
+        """Prompts of one repeated text token; unconditional rows have two tokens, as in most families.
 
-        `more` tokens on both rows stand for a picture that is drawn in part.
+        `more` tokens are added to both rows, to measure as if the image were already generated in part.
         """
         codes = self.layout.codes
-        text = [token for token in range(1, self.arch.vocab) if token not in codes][:1] or [codes.start]
-        return [Prompt(tuple(text * (self.prompt + more)), tuple(text * (2 + more))) for _ in range(count)]
+        token = next((token for token in range(1, self.arch.vocab) if token not in codes), codes.start)
+        return [Prompt((token,) * (self.prompt_length + more), (token,) * (2 + more)) for _ in range(count)]
 
 
-def _janus() -> ModelShape:
-    known = {**janus.DEFAULTS, "num_hidden_layers": 30, "vocab_size": 102400}  # the 7B
-    text = decoder_arch({}, known, "janus")
+def _chameleon_arch() -> Arch:
+    arch = decoder_arch({}, chameleon.DEFAULTS, "chameleon")
+    return replace(arch, qk_norm="layer", qk_norm_heads="per_head", outputs=chameleon.CODES)
+
+
+def _anole_7b() -> ModelShape:
+    return ModelShape(_chameleon_arch(), anole.make_layout(ImageSize(512, 512)), guidance=3.0, top_k=2000)
+
+
+def _lumina_7b() -> ModelShape:
+    return ModelShape(_chameleon_arch(), lumina.make_layout(ImageSize(768, 768)), guidance=3.0, top_k=2000)
+
+
+def _janus_7b() -> ModelShape:
+    text = decoder_arch({"num_hidden_layers": 30, "vocab_size": 102400}, janus.DEFAULTS, "janus")
     codes = range(text.vocab, text.vocab + 16384)
-    return ModelShape(replace(text, vocab=codes.stop, outputs=codes, head_hidden=4096), Layout(24, 24, codes), 5.0)
+    arch = replace(text, vocab=codes.stop, outputs=codes, head_hidden=4096)
+    return ModelShape(arch, Layout(24, 24, codes), guidance=5.0)
 
 
-def _emu3() -> ModelShape:
-    ids = emu3.tokens({}, 32768)
-    arch = replace(decoder_arch({}, emu3.DEFAULTS, "emu3"), outputs=ids.codes)
-    ending = (ids.frame_end, ids.image_end, ids.end)
-    return ModelShape(arch, Layout(90, 90, ids.codes, row_end=ids.row_end, epilogue=ending), 3.0, 2048)
+def _emu3_8b() -> ModelShape:
+    tokens = emu3.special_tokens({}, 32768)
+    arch = replace(decoder_arch({}, emu3.DEFAULTS, "emu3"), outputs=tokens.codes)
+    return ModelShape(arch, emu3.make_layout(ImageSize(720, 720), 8, tokens), guidance=3.0, top_k=2048)
 
 
-def _llamagen() -> ModelShape:
+def _llamagen_xl() -> ModelShape:
     rope = Rope((0, 16, 16), pairing="interleaved", prefix="zero")
     arch = Arch(1280, 36, 20, 3584, 16384, rope, outputs=range(16384))
-    return ModelShape(arch, Layout(32, 32, range(16384)), 7.5, 1000, llamagen.TEXT)
+    layout = Layout(32, 32, range(16384))
+    return ModelShape(arch, layout, guidance=7.5, top_k=1000, prompt_length=llamagen.MAX_TEXT_FEATURES)
 
 
 def _toy() -> ModelShape:
     codes = range(4, 132)
-    return ModelShape(Arch(64, 2, 4, 96, 140, Rope.one_axis(16), outputs=codes), Layout(12, 12, codes), 2.0, 40, 8)
+    arch = Arch(64, 2, 4, 96, 140, Rope.one_axis(16), outputs=codes)
+    return ModelShape(arch, Layout(12, 12, codes), guidance=2.0, top_k=40, prompt_length=8)
 
 
 SHAPES: dict[str, Callable[[], ModelShape]] = {
-    "anole-7b": lambda: ModelShape(_CHAMELEON, Layout(32, 32, chameleon.CODES), 3.0, 2000),
-    "lumina-7b": lambda: ModelShape(_CHAMELEON, lumina.layout(ImageSize(768, 768)), 3.0, 2000),
-    "llamagen-xl": _llamagen,
-    "janus-7b": _janus,
-    "emu3-8b": _emu3,
+    "anole-7b": _anole_7b,
+    "lumina-7b": _lumina_7b,
+    "llamagen-xl": _llamagen_xl,
+    "janus-7b": _janus_7b,
+    "emu3-8b": _emu3_8b,
     "toy": _toy,
 }
 
 
-def shape(name: str) -> ModelShape:
-    """A published shape by name."""
+def model_shape(name: str) -> ModelShape:
     if name not in SHAPES:
         raise unknown("random model", name, SHAPES)
     return SHAPES[name]()
@@ -98,7 +103,7 @@ def random_target(arch: Arch, placement: Placement) -> DecoderTarget:
 
 @torch.no_grad()
 def randomise(module: torch.nn.Module) -> None:
-    """Fill the module where it lies; norms keep what they are, up to noise that no shortcut can use."""
+    """Fill a module's parameters in place with seeded noise; norm weights become noise around 1."""
     weight = next(module.parameters())
     generator = torch.Generator(weight.device).manual_seed(0)
     for name, parameter in module.named_parameters():

@@ -1,4 +1,4 @@
-"""What checkpoints in the layout of transformers share: configurations, text tokenizers."""
+"""Readers for files in the layout of transformers: decoder configurations and tokenizer.json."""
 
 from __future__ import annotations
 
@@ -14,64 +14,71 @@ from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch
 
 Encode = Callable[[str], list[int]]
-ROTARY = r".*rotary_emb\.inv_freq$"  # a table that some versions saved and everybody computes
+ROPE_BUFFERS = r".*rotary_emb\.inv_freq$"  # saved by some versions of transformers; we compute these frequencies
 
 
-def decoder_arch(config: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> Arch:
-    """The decoder that a configuration describes; configurations leave out what equals their class's defaults."""
-    known = {**defaults, **{key: value for key, value in config.items() if value is not None}}
+def with_defaults(config: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration completed by its class's defaults, which transformers leaves out when it saves one."""
+    return {**defaults, **{key: value for key, value in (config or {}).items() if value is not None}}
+
+
+def decoder_arch(config: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str) -> Arch:
+    """The decoder that a Llama-like configuration describes; `name` is the checkpoint's, for error messages."""
+    values = with_defaults(config, defaults)
     for key in ("attention_bias", "mlp_bias"):
-        if known.get(key):
-            raise UnsupportedError(f"{where} has {key}; no published model of its family has, and it cannot be loaded.")
-    if known.get("hidden_act", "silu") != "silu":
-        raise UnsupportedError(f"{where} has the activation {known['hidden_act']!r}; only silu can be loaded.")
-    rope = known.get("rope_parameters") or known.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise UnsupportedError(f"{where} scales its positions ({kind}); only unscaled rotary positions can be loaded.")
+        if values.get(key):
+            raise UnsupportedError(
+                f"{name} has {key}, which no published model of its family has; it is not supported."
+            )
+    if values.get("hidden_act", "silu") != "silu":
+        raise UnsupportedError(f"{name} has the activation {values['hidden_act']!r}; only silu is supported.")
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        raise UnsupportedError(f"{name} scales its rotary positions ({rope_type}); only unscaled RoPE is supported.")
     try:
-        dim, heads = int(known["hidden_size"]), int(known["num_attention_heads"])
-        width = int(known.get("head_dim", dim // heads))
+        dim, heads = int(values["hidden_size"]), int(values["num_attention_heads"])
+        head_dim = int(values.get("head_dim", dim // heads))
         return Arch(
             dim=dim,
-            layers=int(known["num_hidden_layers"]),
+            layers=int(values["num_hidden_layers"]),
             heads=heads,
-            ffn=int(known["intermediate_size"]),
-            vocab=int(known["vocab_size"]),
-            rope=Rope.one_axis(width, float(rope.get("rope_theta", known.get("rope_theta", 10000.0)))),
-            kv_heads=int(known.get("num_key_value_heads", heads)),
-            head_dim=width,
-            norm_eps=float(known["rms_norm_eps"]),
+            ffn=int(values["intermediate_size"]),
+            vocab=int(values["vocab_size"]),
+            rope=Rope.one_axis(head_dim, float(rope.get("rope_theta", values.get("rope_theta", 10000.0)))),
+            kv_heads=int(values.get("num_key_value_heads", heads)),
+            head_dim=head_dim,
+            norm_eps=float(values["rms_norm_eps"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the configuration of {where} is incomplete or damaged ({error!r}).") from error
+        raise CheckpointError(f"the configuration of {name} is incomplete or damaged ({error!r}).") from error
 
 
-def text_encoder(path: Path) -> Encode:
-    """Text to token ids with a tokenizer.json; special tokens are read from the text, none are added."""
-    tokenizer = _tokenizer(path)
+def load_text_tokenizer(path: Path) -> Encode:
+    """A function from text to token ids; special tokens are parsed from the text, none are added."""
+    tokenizer = _read_tokenizer(path)
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def _tokenizer(path: Path) -> Any:
+def special_token_id(path: Path, token: str) -> int:
+    """The id of a special token in a tokenizer.json."""
+    token_id = _read_tokenizer(path).token_to_id(token)
+    if token_id is None:
+        raise CheckpointError(f"{path} has no token {token!r}; it is not the tokenizer of this model.")
+    return int(token_id)
+
+
+def _read_tokenizer(path: Path) -> Any:
     tokenizers = require_package("tokenizers", "families", f"the text tokenizer {path.name}")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for every damage
-        raise CheckpointError(f"{path} cannot be read ({first_line(error)}); fetch it again.") from error
+    except Exception as error:  # the library raises plain Exception for every kind of damage
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)}); download it again.") from error
 
 
-def special(path: Path, token: str) -> int:
-    """Id of a special token in a tokenizer.json."""
-    found = _tokenizer(path).token_to_id(token)
-    if found is None:
-        raise CheckpointError(f"{path} knows no token {token!r}; it is not the tokenizer of this model.")
-    return int(found)
-
-
-def square(count: int, where: str) -> int:
-    """The side of a square grid of `count` cells."""
-    side = math.isqrt(count)
-    if side * side != count:
-        raise CheckpointError(f"{where} has {count} image tokens, which are no square grid.")
+def square_side(cells: int, name: str) -> int:
+    """The side of a square grid with this many cells."""
+    side = math.isqrt(cells)
+    if side * side != cells:
+        raise CheckpointError(f"{name} has {cells} image tokens, which do not form a square grid.")
     return side

@@ -1,8 +1,8 @@
-"""From the names of a checkpoint to our parameters: rules as data, and one loop that copies.
+"""Copy the tensors of a checkpoint into our parameters, by rules that are plain data.
 
-A rule says where a tensor of the checkpoint goes: our parameter, and which of its rows (q, k and v share one matrix).
-Parameters are allocated once, on their device and in their type, and filled tensor by tensor while the files are
-streamed, so that no second copy of the weights ever exists. Nothing here knows a family.
+A `WeightRule` maps a tensor name to a parameter, or to some rows of it: q, k and v share one matrix here. Parameters
+are allocated once, on their device and in their dtype, and filled while the files are read tensor by tensor, so the
+weights never exist twice in memory. This module is independent of the families.
 """
 
 from __future__ import annotations
@@ -22,20 +22,17 @@ from underdraw.nn.row_invariant import input_major
 from underdraw.nn.transformer import Arch, Transformer
 
 M = TypeVar("M", bound=nn.Module)
-_SHOWN = 6  # names that an error lists before it counts the rest
+_MAX_LISTED = 6  # names that an error message lists before it counts the rest
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """A tensor of the checkpoint and our parameter; `{i}` stands for the layer in both.
+    """A tensor of the checkpoint and the parameter it fills; `{i}` stands for the layer index in both names."""
 
-    `part` names the rows of our parameter that it fills; `cut` the rows of the tensor that are wanted.
-    """
-
-    name: str
-    into: str
-    part: str = ""
-    cut: str = ""
+    tensor: str
+    parameter: str
+    rows: str = ""  # which rows of the parameter it fills, a key of `row_ranges`; by default all
+    tensor_rows: str = ""  # which rows of the tensor are copied, a key of `row_ranges`; by default all
 
 
 HF_DECODER = (
@@ -43,38 +40,40 @@ HF_DECODER = (
     WeightRule("norm.weight", "norm.weight"),
     WeightRule("layers.{i}.input_layernorm.weight", "blocks.{i}.attention_norm.weight"),
     WeightRule("layers.{i}.post_attention_layernorm.weight", "blocks.{i}.ffn_norm.weight"),
-    WeightRule("layers.{i}.self_attn.q_proj.weight", "blocks.{i}.qkv.weight", part="q"),
-    WeightRule("layers.{i}.self_attn.k_proj.weight", "blocks.{i}.qkv.weight", part="k"),
-    WeightRule("layers.{i}.self_attn.v_proj.weight", "blocks.{i}.qkv.weight", part="v"),
+    WeightRule("layers.{i}.self_attn.q_proj.weight", "blocks.{i}.qkv.weight", rows="q"),
+    WeightRule("layers.{i}.self_attn.k_proj.weight", "blocks.{i}.qkv.weight", rows="k"),
+    WeightRule("layers.{i}.self_attn.v_proj.weight", "blocks.{i}.qkv.weight", rows="v"),
     WeightRule("layers.{i}.self_attn.o_proj.weight", "blocks.{i}.out.weight"),
-    WeightRule("layers.{i}.mlp.gate_proj.weight", "blocks.{i}.gate_up.weight", part="gate"),
-    WeightRule("layers.{i}.mlp.up_proj.weight", "blocks.{i}.gate_up.weight", part="up"),
+    WeightRule("layers.{i}.mlp.gate_proj.weight", "blocks.{i}.gate_up.weight", rows="gate"),
+    WeightRule("layers.{i}.mlp.up_proj.weight", "blocks.{i}.gate_up.weight", rows="up"),
     WeightRule("layers.{i}.mlp.down_proj.weight", "blocks.{i}.down.weight"),
 )
-"""The decoder of a transformers checkpoint, below its prefix."""
+"""The decoder of a transformers checkpoint, without its prefix (such as `model.`) and its head."""
 HF_QK_NORM = tuple(
-    WeightRule(f"layers.{{i}}.self_attn.{which}_norm.{what}", f"blocks.{{i}}.{which}_norm.{what}")
+    WeightRule(f"layers.{{i}}.self_attn.{which}_norm.{part}", f"blocks.{{i}}.{which}_norm.{part}")
     for which in "qk"
-    for what in ("weight", "bias")
+    for part in ("weight", "bias")
 )
+HF_HEAD = WeightRule("lm_head.weight", "head.weight", tensor_rows="outputs")
+"""The head, cut to the image codes, since text logits are never needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightDestination:
-    """Where a tensor goes: a parameter or some of its rows, and which of its own rows are taken."""
+    """Memory that a tensor of the checkpoint is copied into: a parameter or a slice of its rows."""
 
-    into: Tensor
-    cut: slice | None = None
+    memory: Tensor
+    tensor_rows: slice | None = None  # copy only these rows of the checkpoint's tensor
 
 
-def parts(arch: Arch) -> dict[str, slice]:
-    """The rows that the parts of fused matrices take, and the rows of a full head that ours keeps."""
-    inner, shared = arch.heads * arch.width, arch.groups * arch.width
+def row_ranges(arch: Arch) -> dict[str, slice]:
+    """Row ranges that rules refer to: the parts of fused matrices, and the image codes ("outputs") in a full head."""
+    q_rows, kv_rows = arch.heads * arch.width, arch.groups * arch.width
     outputs = arch.outputs or range(arch.vocab)
     return {
-        "q": slice(0, inner),
-        "k": slice(inner, inner + shared),
-        "v": slice(inner + shared, inner + 2 * shared),
+        "q": slice(0, q_rows),
+        "k": slice(q_rows, q_rows + kv_rows),
+        "v": slice(q_rows + kv_rows, q_rows + 2 * kv_rows),
         "gate": slice(0, arch.ffn),
         "up": slice(arch.ffn, 2 * arch.ffn),
         "outputs": slice(outputs.start, outputs.stop),
@@ -84,77 +83,85 @@ def parts(arch: Arch) -> dict[str, slice]:
 def decoder_destinations(
     net: Transformer, rules: Iterable[WeightRule], prefix: str = "", rows: Mapping[str, slice] | None = None
 ) -> dict[str, WeightDestination]:
-    """The rules written out for every layer of a decoder. `rows` are parts of the family's own."""
-    known, own = {**parts(net.arch), **(rows or {})}, dict(net.named_parameters())
-    slots = {}
+    """Apply the rules to every layer of a decoder: {prefix + tensor name: destination}.
+
+    `rows` adds row ranges of the family. Rules for parameters that this architecture lacks (norms) are skipped.
+    """
+    ranges = {**row_ranges(net.arch), **(rows or {})}
+    parameters = dict(net.named_parameters())
+    destinations = {}
     for rule in rules:
-        for layer in range(net.arch.layers if "{i}" in rule.name else 1):
-            if (name := rule.into.format(i=layer)) not in own:
-                continue  # a norm that this architecture does without
-            into = own[name].data
-            slots[prefix + rule.name.format(i=layer)] = WeightDestination(
-                into[known[rule.part]] if rule.part else into, known[rule.cut] if rule.cut else None
+        for layer in range(net.arch.layers if "{i}" in rule.tensor else 1):
+            parameter = parameters.get(rule.parameter.format(i=layer))
+            if parameter is None:
+                continue
+            destinations[prefix + rule.tensor.format(i=layer)] = WeightDestination(
+                parameter.data[ranges[rule.rows]] if rule.rows else parameter.data,
+                ranges[rule.tensor_rows] if rule.tensor_rows else None,
             )
-    return slots
+    return destinations
 
 
 def module_destinations(
     module: nn.Module, prefix: str = "", rename: Callable[[str], str] = str
 ) -> dict[str, WeightDestination]:
-    """Every tensor of a module under its own name, or what `rename` makes of that, behind a prefix."""
-    return {
-        prefix + rename(name): WeightDestination(tensor) for name, tensor in module.state_dict(keep_vars=False).items()
-    }
+    """Every tensor of a module's state dict as a destination, under prefix + rename(name)."""
+    state = module.state_dict(keep_vars=False)
+    return {prefix + rename(name): WeightDestination(tensor) for name, tensor in state.items()}
 
 
-def allocate(make: Callable[[], M], placement: Placement) -> M:
-    """An uninitialised module on its device, in its type, with its matrices as that device likes them."""
+def allocate(build: Callable[[], M], placement: Placement) -> M:
+    """Build a module with uninitialised weights on its device and in its dtype."""
     with torch.device("meta"):
-        module = make().to(placement.dtype)
+        module = build().to(placement.dtype)
     if placement.device.type == "cpu":
-        input_major(module)  # strides only, as yet
+        input_major(module)  # on meta tensors this sets strides; the memory is then allocated with them
     return module.to_empty(device=placement.device).eval().requires_grad_(False)
 
 
-def copy_weights(checkpoint: Checkpoint, slots: Mapping[str, WeightDestination], ignored: Sequence[str] = ()) -> None:
-    """Copy a checkpoint into its slots; names that match an `ignored` pattern from their start on are passed over."""
+def copy_weights(
+    checkpoint: Checkpoint, destinations: Mapping[str, WeightDestination], ignored: Sequence[str] = ()
+) -> None:
+    """Copy a checkpoint's tensors to their destinations; missing and unexpected tensors are errors.
+
+    `ignored` are regular expressions, matched from the start of the name, for tensors that are not needed.
+    """
     shapes = checkpoint.shapes()
-    missing = [name for name in slots if name not in shapes]
-    unexpected = [name for name in shapes if name not in slots and not any(re.match(p, name) for p in ignored)]
-    if "fc.weight" not in slots:
+    missing = [name for name in destinations if name not in shapes]
+    unexpected = [name for name in shapes if name not in destinations and not any(re.match(p, name) for p in ignored)]
+    if "fc.weight" not in destinations:
         refuse_drafter(checkpoint.name, shapes)
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{checkpoint.name} lacks {_names(missing)} and has {_names(unexpected)} that its family does not know; "
-            "it is incomplete or another kind of model."
-        )
-    for name, tensor in checkpoint.tensors(slots):
-        slot = slots[name]
-        slot.into.copy_(_fitting(name, tensor if slot.cut is None else tensor[slot.cut], slot.into, checkpoint))
+    problems = [
+        f"{verb} {_list_names(names)}" for verb, names in (("lacks", missing), ("has unexpected", unexpected)) if names
+    ]
+    if problems:
+        raise CheckpointError(f"{checkpoint.name} {' and '.join(problems)}; it is incomplete or another kind of model.")
+    for name, tensor in checkpoint.tensors(destinations):
+        destination = destinations[name]
+        rows = tensor if destination.tensor_rows is None else tensor[destination.tensor_rows]
+        destination.memory.copy_(_match_shape(name, rows, destination.memory.shape, checkpoint.name))
 
 
-def refuse_drafter(name: str, shapes: Container[str]) -> None:
-    """Say what it is if a published drafter was given for a model; their configurations look alike."""
-    if "fc.weight" in shapes:
-        raise CheckpointError(f"{name} is a drafter and draws nothing by itself; name it after --drafter.")
+def refuse_drafter(name: str, tensor_names: Container[str]) -> None:
+    """Raise an error if the tensors are those of an EAGLE drafter; its config.json looks like its target's."""
+    if "fc.weight" in tensor_names:
+        raise CheckpointError(f"{name} is a drafter, not a model; pass it with --drafter.")
 
 
-def _fitting(name: str, tensor: Tensor, into: Tensor, checkpoint: Checkpoint) -> Tensor:
-    """`tensor` in the shape of its place. Fewer rows are those of shards, and each serves its share of the heads."""
-    if tensor.shape == into.shape:
+def _match_shape(name: str, tensor: Tensor, shape: torch.Size, checkpoint: str) -> Tensor:
+    """Check the shape; a q/k norm saved with one row per tensor-parallel shard is repeated for the shard's heads."""
+    if tensor.shape == shape:
         return tensor
-    if "_norm." in name and tensor.ndim == into.ndim == 2 and tensor.shape[1] == into.shape[1]:
-        share, rest = divmod(into.shape[0], max(1, tensor.shape[0]))
+    if "_norm." in name and tensor.ndim == len(shape) == 2 and tensor.shape[1] == shape[1]:
+        heads_per_shard, rest = divmod(shape[0], max(1, tensor.shape[0]))
         if not rest:
-            return tensor.repeat_interleave(share, dim=0)
+            return tensor.repeat_interleave(heads_per_shard, dim=0)
     raise CheckpointError(
-        f"{name} of {checkpoint.name} has the shape {tuple(tensor.shape)} where its configuration says "
-        f"{tuple(into.shape)}; the configuration belongs to other weights."
+        f"{name} of {checkpoint} has the shape {tuple(tensor.shape)}, but its configuration says {tuple(shape)}; "
+        "the configuration belongs to other weights."
     )
 
 
-def _names(names: Sequence[str]) -> str:
-    if not names:
-        return "nothing"
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def _list_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more

@@ -1,22 +1,27 @@
-"""LANTERN's published EAGLE heads: files, formulas, alignment with the target, and what does not fit."""
+"""LANTERN's published EAGLE heads: files, formulas, alignment with the target, refusals, tables of nearest codes."""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import checkpoint_writers
 import numpy as np
-import published
+import parity_cases
 import pytest
 import reference
 import torch
-from along import Case
+from parity_cases import ParityCase
 from torch import Tensor
 
 from underdraw.drafters.eagle import Eagle, EagleSession
 from underdraw.drafters.padded_eagle import PaddedEagle, padded
 from underdraw.errors import CheckpointError, ConfigError
-from underdraw.models.published_drafters import load_nearest_codes, open_drafter
+from underdraw.models.checkpoint import HubOptions
+from underdraw.models.lantern_drafters import load_nearest_codes
+from underdraw.models.loading import load_drafter_by_name, load_drafter_files
 from underdraw.pipeline import Pipeline
 from underdraw.plan import TreePlan
 from underdraw.protocols import DraftRequest, PrefillOutput
@@ -33,7 +38,7 @@ def apply_rope(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-def head_norm(x: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
+def layer_norm(x: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
     x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
     return x * state[f"{name}.weight"] + state[f"{name}.bias"]
 
@@ -46,8 +51,8 @@ def chameleon_head(state: dict[str, Tensor], tokens: Tensor, features: Tensor) -
     q, k, v = ((normal @ state[f"layers.0.self_attn.{part}_proj.weight"].T).view(length, 4, -1) for part in "qkv")
     rates = 10000.0 ** (-torch.arange(4) / 4)
     angles = torch.arange(length)[:, None] * rates
-    q = apply_rope(head_norm(q, state, "layers.0.self_attn.q_norm"), angles)
-    k = apply_rope(head_norm(k, state, "layers.0.self_attn.k_norm"), angles)
+    q = apply_rope(layer_norm(q, state, "layers.0.self_attn.q_norm"), angles)
+    k = apply_rope(layer_norm(k, state, "layers.0.self_attn.k_norm"), angles)
     scores = torch.einsum("ihd,jhd->hij", q, k) / 8**0.5
     scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
     x = x + torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(length, dim) @ (
@@ -77,7 +82,7 @@ def llamagen_head(state: dict[str, Tensor], tokens: Tensor, features: Tensor) ->
     return x + (reference.swish(gate) * up) @ state["layers.0.mlp.down_proj.weight"].T
 
 
-def opened(drafter: Eagle, case: Case) -> tuple[EagleSession, PrefillOutput]:
+def open_session(drafter: Eagle, case: ParityCase) -> tuple[EagleSession, PrefillOutput]:
     size = case.model.sizes[0]
     prompt, layout = case.model.make_prompt("a red fox", None, size), case.model.make_layout(size)
     prefill = case.model.target.open([prompt], layout, guidance=1.0).prefill
@@ -90,21 +95,22 @@ def opened(drafter: Eagle, case: Case) -> tuple[EagleSession, PrefillOutput]:
 
 
 @pytest.mark.parametrize(("kind", "rows", "count"), [("anole", 4, 16), ("anole", 1, 16), ("llamagen", 0, 11)])
-def test_files_have_the_published_tensors(tmp_path: Path, kind: str, rows: int, count: int) -> None:
-    """Oracle 7, the counts."""
-    assert len(published.drafter(tmp_path, kind, rows=rows)) == count
+def test_written_heads_have_the_published_tensor_count(tmp_path: Path, kind: str, rows: int, count: int) -> None:
+    assert len(checkpoint_writers.write_drafter(tmp_path, kind, rows=rows)) == count
 
 
 @pytest.mark.parametrize("suffix", ["bin", "safetensors"])
 @pytest.mark.parametrize("name", KINDS)
-def test_heads_follow_their_formulas(request: pytest.FixtureRequest, tmp_path: Path, name: str, suffix: str) -> None:
-    """Place i holds the target's feature of place i and token i + 1; the root comes last."""
-    case: Case = request.getfixturevalue(name)
+def test_head_features_match_the_formulas(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, suffix: str
+) -> None:
+    """Position i reads the target's feature of position i and token i + 1; the root comes last."""
+    case: ParityCase = request.getfixturevalue(name)
     kind, rows = KINDS[name]
-    state = published.drafter(tmp_path, kind, rows=rows, suffix=suffix)
-    drafter = open_drafter(tmp_path, case.model.target)
+    state = checkpoint_writers.write_drafter(tmp_path, kind, rows=rows, suffix=suffix)
+    drafter = load_drafter_files(tmp_path, case.model)
     assert isinstance(drafter, PaddedEagle) == (name == "t2i") and isinstance(drafter, Eagle)
-    session, prefill = opened(drafter, case)
+    session, prefill = open_session(drafter, case)
     root = torch.tensor([case.model.make_layout(case.model.sizes[0]).codes[11]])
     features = prefill.features[0]
     if name == "t2i":
@@ -118,7 +124,7 @@ def test_heads_follow_their_formulas(request: pytest.FixtureRequest, tmp_path: P
     torch.testing.assert_close(session.logits(session.top)[0, 0], expected[-1] @ head.T, atol=1e-3, rtol=0)
 
 
-def test_padding_is_put_back() -> None:
+def test_prefill_is_padded_for_the_head() -> None:
     features = torch.arange(12.0).view(2, 3, 2)
     first = PrefillOutput(torch.zeros(1, 1, 4), features, torch.full((2, 3), -1), torch.tensor([3, 1]), (3, 1))
     out = padded(first, 5)
@@ -128,59 +134,60 @@ def test_padding_is_put_back() -> None:
     assert padded(first, 3) is first
 
 
-def test_an_upscaled_embedding(tmp_path: Path, lumina: Case) -> None:
-    """Lumina's heads may multiply their embedding."""
-    state = published.drafter(tmp_path, "anole", rows=1)
+def test_embed_upscale_multiplies_the_embedding(tmp_path: Path, lumina: ParityCase) -> None:
+    """A field of Lumina's heads."""
+    state = checkpoint_writers.write_drafter(tmp_path, "anole", rows=1)
     text = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace("{", '{"embed_upscale": 2.0, ', 1))
-    drafter = open_drafter(tmp_path, lumina.model.target)
+    drafter = load_drafter_files(tmp_path, lumina.model)
     assert torch.equal(drafter.net.body.embedding.weight, state["embed_tokens.weight"] * 2)
 
 
-def test_heads_that_do_not_fit(tmp_path: Path, anole: Case, t2i: Case) -> None:
-    published.drafter(tmp_path / "anole", "anole")
-    published.drafter(tmp_path / "small", "anole", vocab=9000)
-    published.drafter(tmp_path / "llamagen", "llamagen")
-    with pytest.raises(CheckpointError, match=r"9216 tokens, width 32 and a query norm, and this one has 64 tokens"):
-        open_drafter(tmp_path / "anole", t2i.model.target)
-    with pytest.raises(CheckpointError, match=r"64 tokens, width 64 and no query norm, and this one has 9216 tokens"):
-        open_drafter(tmp_path / "llamagen", anole.model.target)
+def test_head_for_another_target_is_refused(tmp_path: Path, anole: ParityCase, t2i: ParityCase) -> None:
+    checkpoint_writers.write_drafter(tmp_path / "anole", "anole")
+    checkpoint_writers.write_drafter(tmp_path / "small", "anole", vocab=9000)
+    checkpoint_writers.write_drafter(tmp_path / "llamagen", "llamagen")
+    with pytest.raises(
+        CheckpointError, match=r"9216 tokens, hidden size 32 and a query norm, and this one has 64 tokens"
+    ):
+        load_drafter_files(tmp_path / "anole", t2i.model)
+    with pytest.raises(
+        CheckpointError, match=r"64 tokens, hidden size 64 and no query norm, and this one has 9216 tokens"
+    ):
+        load_drafter_files(tmp_path / "llamagen", anole.model)
     with pytest.raises(CheckpointError, match="9000 tokens"):
-        open_drafter(tmp_path / "small", anole.model.target)
+        load_drafter_files(tmp_path / "small", anole.model)
 
 
-def test_folders_that_are_no_heads(tmp_path: Path, anole: Case) -> None:
-    state = published.drafter(tmp_path, "anole")
-    target = anole.model.target
+def test_folder_without_a_head_is_an_error(tmp_path: Path, anole: ParityCase) -> None:
+    state = checkpoint_writers.write_drafter(tmp_path, "anole")
     torch.save({name: value for name, value in state.items() if name != "fc.weight"}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"no EAGLE head: it has no fc\.weight"):
-        open_drafter(tmp_path, target)
+        load_drafter_files(tmp_path, anole.model)
     torch.save({**state, "layers.0.extra": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"has layers\.0\.extra that its family does not know"):
-        open_drafter(tmp_path, target)
-    with pytest.raises(ConfigError, match="there is no drafter 'nowhere'; give a folder or an owner/name"):
-        open_drafter("nowhere", target)
+    with pytest.raises(CheckpointError, match=r"has unexpected layers\.0\.extra; it is incomplete"):
+        load_drafter_files(tmp_path, anole.model)
+    with pytest.raises(ConfigError, match=r"there is no drafter 'nowhere'; use auto, .*a folder or an owner/name"):
+        load_drafter_by_name("nowhere", anole.model)
 
 
-def test_a_drafter_is_no_model(tmp_path: Path) -> None:
-    from along import load
-
+def test_drafter_given_as_a_model_is_an_error(tmp_path: Path) -> None:
     for kind in ("anole", "llamagen"):
-        published.drafter(tmp_path / kind, kind)
-        published.text_tokenizer(tmp_path / kind / "tokenizer.json", 8900)
-        torch.save(published.vqgan("chameleon", 64), tmp_path / kind / "vqgan.ckpt")
-        with pytest.raises(CheckpointError, match="is a drafter and draws nothing by itself"):
-            load(tmp_path / kind)
+        checkpoint_writers.write_drafter(tmp_path / kind, kind)
+        checkpoint_writers.write_text_tokenizer(tmp_path / kind / "tokenizer.json", 8900)
+        torch.save(checkpoint_writers.vqgan("chameleon", 64), tmp_path / kind / "vqgan.ckpt")
+        with pytest.raises(CheckpointError, match="is a drafter, not a model; pass it with --drafter"):
+            parity_cases.load(tmp_path / kind)
 
 
-def test_nearest_codes_from_the_table_or_the_codebook(tmp_path: Path) -> None:
-    """LANTERN's table: every other code by distance, uint16, nearest first, the code itself left out."""
+def test_nearest_codes_are_read_or_computed(tmp_path: Path) -> None:
+    """LANTERN's table lists every other code by distance, as uint16, nearest first, without the code itself."""
     codebook = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
     order = torch.cdist(codebook, codebook).fill_diagonal_(torch.inf).argsort(1)[:, :31]
     computed = load_nearest_codes(codebook, 5)
     assert torch.equal(computed, order[:, :5])
     table = order.numpy().astype(np.uint16)
-    table[0, :2] = table[0, 1::-1]  # so that reading can be told from computing
+    table[0, :2] = table[0, 1::-1]  # swapped, to distinguish reading from computing
     np.save(tmp_path / "top_31_indices.npy", table)
     read = load_nearest_codes(codebook, 5, tmp_path)
     assert torch.equal(read[1:], computed[1:]) and not torch.equal(read[0], computed[0])
@@ -188,7 +195,7 @@ def test_nearest_codes_from_the_table_or_the_codebook(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["shape", "values", "bytes"])
-def test_damaged_tables(tmp_path: Path, damage: str) -> None:
+def test_damaged_table_is_an_error(tmp_path: Path, damage: str) -> None:
     codebook, path = torch.randn(8, 2), tmp_path / "top_7_indices.npy"
     table = np.zeros((8, 7 if damage != "shape" else 3), np.uint16) + (99 if damage == "values" else 0)
     np.save(path, table)
@@ -198,34 +205,33 @@ def test_damaged_tables(tmp_path: Path, damage: str) -> None:
         load_nearest_codes(codebook, 5, tmp_path)
 
 
-def test_a_head_from_the_hubs_cache(tmp_path: Path, anole: Case) -> None:
-    """Offline, from what was fetched before."""
-    from underdraw.models.checkpoint import HubOptions
-
+def test_head_is_loaded_from_the_hub_cache(tmp_path: Path, anole: ParityCase) -> None:
+    """Offline, from an earlier download."""
     snapshot = tmp_path / "models--jadohu--anole_drafter" / "snapshots" / ("0" * 40)
-    published.drafter(snapshot, "anole")
+    checkpoint_writers.write_drafter(snapshot, "anole")
     (tmp_path / "models--jadohu--anole_drafter" / "refs").mkdir()
     (tmp_path / "models--jadohu--anole_drafter" / "refs" / "main").write_text("0" * 40)
     hub = HubOptions(cache_dir=str(tmp_path), local_files_only=True)
-    assert isinstance(open_drafter("jadohu/anole_drafter", anole.model.target, hub), Eagle)
+    model = replace(anole.model, hub=hub)
+    assert isinstance(load_drafter_files("jadohu/anole_drafter", model), Eagle)
     shutil.rmtree(snapshot)
-    with pytest.raises(CheckpointError, match="jadohu/anole_drafter could not be fetched"):
-        open_drafter("jadohu/anole_drafter", anole.model.target, hub)
+    with pytest.raises(CheckpointError, match="jadohu/anole_drafter could not be downloaded"):
+        load_drafter_files("jadohu/anole_drafter", model)
 
 
-def test_the_pipeline_takes_published_heads(tmp_path: Path, anole: Case) -> None:
-    """By folder; and by itself if it lies beside the weights."""
-    published.drafter(tmp_path / "head", "anole")
+def test_pipeline_loads_heads_by_folder_and_auto(tmp_path: Path, anole: ParityCase) -> None:
+    """A folder given by name; and `auto` finds one inside the checkpoint's folder."""
+    checkpoint_writers.write_drafter(tmp_path / "head", "anole")
     assert isinstance(Pipeline(anole.model, drafter=str(tmp_path / "head")).drafter, Eagle)
-    published.anole(tmp_path / "model")
-    published.drafter(tmp_path / "model" / "drafter-lantern", "anole")
+    checkpoint_writers.write_anole(tmp_path / "model")
+    checkpoint_writers.write_drafter(tmp_path / "model" / "drafter-lantern", "anole")
     pipe = Pipeline.from_pretrained(tmp_path / "model", device="cpu")
     assert isinstance(pipe.drafter, Eagle) and pipe.drafter_name == "drafter-lantern"
 
 
-def test_lantern_reads_the_table_beside_the_head(tmp_path: Path, t2i: Case) -> None:
-    codes = published.LLAMAGEN["vocab"]
-    published.drafter(tmp_path, "llamagen")
+def test_lantern_verifier_reads_the_drafters_table(tmp_path: Path, t2i: ParityCase) -> None:
+    codes = checkpoint_writers.LLAMAGEN["vocab"]
+    checkpoint_writers.write_drafter(tmp_path, "llamagen")
     table = np.stack([np.roll(np.arange(codes), -code)[1:] for code in range(codes)]).astype(np.uint16)
     np.save(tmp_path / f"top_{codes - 1}_indices.npy", table)
     verifier = Pipeline(t2i.model, drafter=str(tmp_path), verifier="lantern:k=3").verifier
@@ -235,3 +241,62 @@ def test_lantern_reads_the_table_beside_the_head(tmp_path: Path, t2i: Case) -> N
     assert isinstance(without, Lantern) and torch.equal(
         without.neighbours, load_nearest_codes(t2i.model.image_tokenizer.codebook, 3)
     )
+
+
+@pytest.fixture
+def fake_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, list[str]]]:
+    """A hub whose repository owner/head holds a LlamaGen head and its table; returns the list of requests."""
+    import huggingface_hub
+
+    codes = checkpoint_writers.LLAMAGEN["vocab"]
+    table = np.stack([np.roll(np.arange(codes), -code)[1:] for code in range(codes)]).astype(np.uint16)
+    repository, snapshot = tmp_path / "repository", tmp_path / "snapshot"
+    checkpoint_writers.write_drafter(repository, "llamagen")
+    np.save(repository / f"top_{codes - 1}_indices.npy", table)
+    snapshot.mkdir()
+    requests = []
+
+    def snapshot_download(name: str, allow_patterns: list[str], **_: Any) -> str:
+        requests.append((name, allow_patterns))
+        for pattern in allow_patterns:
+            for file in repository.glob(pattern):
+                shutil.copy(file, snapshot)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return requests
+
+
+def test_lantern_downloads_the_table_of_a_hub_drafter(
+    fake_hub: list[tuple[str, list[str]]], tmp_path: Path, t2i: ParityCase
+) -> None:
+    """The table is large, so other verifiers do not download it."""
+    table = f"top_{checkpoint_writers.LLAMAGEN['vocab'] - 1}_indices.npy"
+    Pipeline(t2i.model, drafter="owner/head")
+    assert not (tmp_path / "snapshot" / table).exists()
+    verifier = Pipeline(t2i.model, drafter="owner/head", verifier="lantern:k=3").verifier
+    assert ("owner/head", [table]) in fake_hub
+    assert isinstance(verifier, Lantern) and verifier.neighbours is not None
+    assert verifier.neighbours[5].tolist() == [6, 7, 8]
+
+
+@pytest.mark.parametrize(("side", "input_type"), [(256, "t2i"), (512, "t2i2")])
+def test_llamagen_head_for_another_image_size_is_refused(tmp_path: Path, side: int, input_type: str) -> None:
+    """Their tensors have the same shapes; `input_type` in the head's config.json is all that differs."""
+    path, _ = checkpoint_writers.write_llamagen(tmp_path / "model", "t2i", name=f"t2i_XL_{side}.pt")
+    model = parity_cases.load(path)
+    for name in ("t2i", "t2i2"):
+        checkpoint_writers.write_drafter(tmp_path / name, "llamagen", input_type=name)
+    assert isinstance(load_drafter_files(tmp_path / input_type, model), PaddedEagle)
+    other, other_side = ("t2i2", 512) if input_type == "t2i" else ("t2i", 256)
+    message = rf"was trained for {other_side}x{other_side} images \(input_type '{other}'\), but .* {side}x{side}; use a"
+    with pytest.raises(CheckpointError, match=message):
+        load_drafter_files(tmp_path / other, model)
+
+
+def test_llamagen_head_without_image_size_warns(
+    tmp_path: Path, t2i: ParityCase, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint_writers.write_drafter(tmp_path, "llamagen")
+    load_drafter_files(tmp_path, t2i.model)
+    assert "does not say for which image size it was trained" in caplog.text

@@ -1,4 +1,4 @@
-"""Loaded checkpoints, and their logits along given tokens, as the decoding loop sees them."""
+"""Checkpoints loaded on the CPU, and their logits along a given token sequence, as the decoding loop computes them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CPU = Placement(torch.device("cpu"), torch.float32)
 
 
 @dataclass(frozen=True)
-class Case:
-    """A checkpoint on disk, what it was written from, and what underdraw makes of it."""
+class ParityCase:
+    """A checkpoint on disk, the reference it was written from, and the model that underdraw loads from it."""
 
     path: Path
-    source: Any  # a state dict, or transformers' model
+    reference: Any  # a state dict, or a model of transformers
     model: LoadedModel
 
 
@@ -32,7 +32,7 @@ def load(path: Path) -> LoadedModel:
     return load_model(open_checkpoint(path), CPU)
 
 
-def logits_along(model: LoadedModel, prompt: Prompt, layout: Layout, tokens: Tensor, guidance: float = 1.0) -> Tensor:
+def chain_logits(model: LoadedModel, prompt: Prompt, layout: Layout, tokens: Tensor, guidance: float = 1.0) -> Tensor:
     """Logits of the first cell and of the token after each of `tokens` (N,), which start there: (N + 1, K)."""
     session = model.target.open([prompt], layout, guidance=guidance)
     output = session.forward(chain(tokens[None]), torch.tensor([layout.start]))

@@ -1,4 +1,4 @@
-"""Small random checkpoints in every published layout, written to folders the way their authors' files are."""
+"""Write small checkpoints with random weights in every published layout, as their authors' files are laid out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ WORDS = "a red fox on the blue ice snow cat dog Generate an image of according t
 WIDTHS = (32, 32, 64)  # of image tokenizers: 4 pixels a code
 
 
-def random(shapes: Iterable[tuple[str, tuple[int, ...]]], seed: int = 0) -> State:
-    """Weights that make neither flat nor one-sided distributions."""
+def random_state(shapes: Iterable[tuple[str, tuple[int, ...]]], seed: int = 0) -> State:
+    """Random weights whose logits are neither flat nor dominated by one token."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, shape in shapes:
@@ -35,17 +35,17 @@ def random(shapes: Iterable[tuple[str, tuple[int, ...]]], seed: int = 0) -> Stat
 
 
 def randomise(module: torch.nn.Module, seed: int = 0) -> None:
-    """The same for a module of transformers, buffers included."""
+    """Fill a module of transformers with the same kind of weights, buffers included."""
     names = [(name, tuple(value.shape)) for name, value in module.state_dict().items() if value.is_floating_point()]
-    fresh = random(names, seed)
-    for name in fresh:
+    state = random_state(names, seed)
+    for name in state:
         if name.endswith("running_var"):
-            fresh[name] = fresh[name].abs() + 0.5
-    module.load_state_dict(fresh, strict=False)
+            state[name] = state[name].abs() + 0.5
+    module.load_state_dict(state, strict=False)
 
 
-def text_tokenizer(path: Path, first: int, specials: Mapping[str, int] | None = None) -> None:
-    """A tokenizer.json of a few words with ids from `first` on, and special tokens with ids of their own."""
+def write_text_tokenizer(path: Path, first: int, specials: Mapping[str, int] | None = None) -> None:
+    """A tokenizer.json of a few words with ids from `first` on, and special tokens with given ids."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -62,7 +62,7 @@ def text_tokenizer(path: Path, first: int, specials: Mapping[str, int] | None = 
 
 
 def vqgan(kind: str, codes: int, widths: tuple[int, ...] = WIDTHS, seed: int = 5) -> State:
-    return random(vqgan_shapes(kind, widths, codes, 8, 32), seed)
+    return random_state(vqgan_shapes(kind, widths, codes, 8, 32), seed)
 
 
 # Chameleon: Anole and Lumina
@@ -119,29 +119,29 @@ def write_shards(folder: Path, state: Mapping[str, Tensor], count: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def anole(folder: Path, *, decoder: bool = True, rows: int = 4, **changes: Any) -> State:
-    """leloy/Anole-7b-v0.1-hf: 4x4 codes. With `decoder` the image tokenizer is whole, otherwise in vqgan.ckpt."""
+def write_anole(folder: Path, *, decoder: bool = True, rows: int = 4, **changes: Any) -> State:
+    """leloy/Anole-7b-v0.1-hf, 4x4 codes. Without `decoder` the image decoder is in vqgan.ckpt alone."""
     folder.mkdir(parents=True, exist_ok=True)
     images = vqgan("chameleon", 8192, (32, 32, 32, 32, 64))
-    state = random(chameleon_shapes(CHAMELEON, rows), 1)
-    own = images if decoder else {name: value for name, value in images.items() if not name.startswith("decoder.")}
-    write_shards(folder, {**state, **{f"model.vqmodel.{name}": value for name, value in own.items()}}, 3)
+    state = random_state(chameleon_shapes(CHAMELEON, rows), 1)
+    stored = {f"model.vqmodel.{name}": value for name, value in images.items() if decoder or "decoder." not in name}
+    write_shards(folder, {**state, **stored}, 3)
     if not decoder:
         torch.save({"state_dict": {**images, "loss.logvar": torch.zeros(())}}, folder / "vqgan.ckpt")
     config = {"model_type": "chameleon", "vq_config": {"resolution": 64}, "bos_token_id": 1, **CHAMELEON, **changes}
     (folder / "config.json").write_text(json.dumps(config))
-    text_tokenizer(folder / ("tokenizer.json" if decoder else "text_tokenizer.json"), 8900)
+    write_text_tokenizer(folder / ("tokenizer.json" if decoder else "text_tokenizer.json"), 8900)
     return {**state, **{f"images.{name}": value for name, value in images.items()}}
 
 
-def lumina(folder: Path) -> State:
-    """Alpha-VLLM/Lumina-mGPT-7B-*; the folder's name tells the size. vqgan.ckpt lies where LANTERN has it."""
-    state = random(chameleon_shapes(CHAMELEON, 1), 2)
+def write_lumina(folder: Path) -> State:
+    """Alpha-VLLM/Lumina-mGPT-7B-*; the folder's name tells the size. vqgan.ckpt is where LANTERN puts it."""
+    state = random_state(chameleon_shapes(CHAMELEON, 1), 2)
     folder.mkdir(parents=True, exist_ok=True)
     write_shards(folder, state, 2)
     config = {"model_type": "chameleon", "mask_image_logits": True, **CHAMELEON, "max_position_embeddings": 4096}
     (folder / "config.json").write_text(json.dumps(config))
-    text_tokenizer(folder / "tokenizer.json", 8900)
+    write_text_tokenizer(folder / "tokenizer.json", 8900)
     companion = folder.parent / "chameleon" / "tokenizer"
     companion.mkdir(parents=True, exist_ok=True)
     torch.save({"state_dict": vqgan("chameleon", 8192, (32, 32, 32, 32, 64))}, companion / "vqgan.ckpt")
@@ -175,7 +175,7 @@ def llamagen_shapes(kind: str, classes: int = 1000) -> Iterable[tuple[str, tuple
         yield "cls_embedding.uncond_embedding", (120, 24)
 
 
-def flan_t5(folder: Path) -> None:
+def write_flan_t5(folder: Path) -> None:
     """A T5 encoder of width 24 with its tokenizer."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -197,16 +197,16 @@ def flan_t5(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def llamagen(folder: Path, kind: str, wrap: str | None = "model", name: str = "") -> tuple[Path, State]:
+def write_llamagen(folder: Path, kind: str, wrap: str | None = "model", name: str = "") -> tuple[Path, State]:
     """An original .pt, wrapped as {"model": ...} with the training's arguments or, with None, bare as from FSDP."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = random(llamagen_shapes(kind), 3)
+    state = random_state(llamagen_shapes(kind), 3)
     path = folder / (name or f"{kind}_XL_64.pt")
     extra = {"steps": 7, "args": argparse.Namespace(gpt_model="GPT-XL")}
     torch.save(state if wrap is None else {wrap: state, **extra}, path)
     torch.save({"model": vqgan("llamagen", LLAMAGEN["vocab"], (32, 32, 32, 32, 64))}, folder / f"vq_ds16_{kind}.pt")
     if kind == "t2i":
-        flan_t5(folder / "t5" / "flan-t5-xl")
+        write_flan_t5(folder / "t5" / "flan-t5-xl")
     return path, state
 
 
@@ -235,10 +235,10 @@ def converted(state: Mapping[str, Tensor]) -> State:
     return out
 
 
-def llamagen_converted(folder: Path) -> State:
-    """jadohu/LlamaGen-T2I, with its companions where LANTERN has them: one folder up."""
+def write_llamagen_converted(folder: Path) -> State:
+    """jadohu/LlamaGen-T2I, with its companions where LANTERN puts them: one folder up."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, state = llamagen(folder.parent, "t2i")
+    path, state = write_llamagen(folder.parent, "t2i")
     path.unlink()
     save_file({name: value.contiguous() for name, value in converted(state).items()}, folder / "model.safetensors")
     config = {
@@ -255,8 +255,8 @@ def llamagen_converted(folder: Path) -> State:
 # Janus and Emu3: transformers writes them itself
 
 
-def janus(folder: Path) -> Any:
-    """transformers' own model, saved; 4x4 codes."""
+def write_janus(folder: Path) -> Any:
+    """A model saved by transformers; 4x4 codes."""
     from transformers import GenerationConfig, JanusConfig, JanusForConditionalGeneration
 
     config = JanusConfig(
@@ -281,7 +281,7 @@ def janus(folder: Path) -> Any:
         bos_token_id=1, pad_token_id=2, eos_token_id=3, guidance_scale=5, generation_kwargs={"boi_token_id": 4}
     )
     model.save_pretrained(folder, max_shard_size="40KB")
-    text_tokenizer(folder / "tokenizer.json", 20, {"<begin_of_image>": 4, "<|User|>": 6, "<|Assistant|>": 7})
+    write_text_tokenizer(folder / "tokenizer.json", 20, {"<begin_of_image>": 4, "<|User|>": 6, "<|Assistant|>": 7})
     return model
 
 
@@ -291,8 +291,8 @@ EMU3_SPECIALS = {
 }  # fmt: skip
 
 
-def emu3(folder: Path) -> Any:
-    """transformers' own model, saved; 64 codes of 8x8 pixels, pictures of about 32x32."""
+def write_emu3(folder: Path) -> Any:
+    """A model saved by transformers; 64 codes of 8x8 pixels, images of about 32x32."""
     from transformers import Emu3Config, Emu3ForConditionalGeneration
 
     visual = {f"<|visual token {code:06d}|>": 240 + code for code in range(64)}
@@ -313,37 +313,50 @@ def emu3(folder: Path) -> Any:
     model.save_pretrained(folder, max_shard_size="200KB")
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, "image_area": 32 * 32}))
-    text_tokenizer(folder / "tokenizer.json", 20, EMU3_SPECIALS)
+    write_text_tokenizer(folder / "tokenizer.json", 20, EMU3_SPECIALS)
     return model
 
 
 # Drafters
 
 
-def drafter(folder: Path, kind: str, *, suffix: str = "bin", rows: int = 4, vocab: int = 9216, seed: int = 7) -> State:
-    """LANTERN's published heads: "anole" (16 tensors) or "llamagen" (11)."""
+def write_drafter(
+    folder: Path,
+    kind: str,
+    *,
+    suffix: str = "bin",
+    rows: int = 4,
+    vocab: int = 9216,
+    input_type: str | None = None,
+) -> State:
+    """LANTERN's published heads: "anole" (16 tensors) or "llamagen" (11, for the image size of `input_type`)."""
     folder.mkdir(parents=True, exist_ok=True)
-    old = kind == "llamagen"
+    is_llamagen = kind == "llamagen"
     config: dict[str, Any] = {**CHAMELEON, "num_hidden_layers": 1, "vocab_size": vocab}
-    if old:
+    if is_llamagen:
         config |= {
             "hidden_size": LLAMAGEN["dim"],
             "intermediate_size": LLAMAGEN["ffn"],
             "vocab_size": LLAMAGEN["vocab"],
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-6,
+            "caption_dim": 24,
         }
-        config |= {"num_attention_heads": 1, "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "caption_dim": 24}
+    if input_type is not None:
+        config["input_type"] = input_type
     dim = config["hidden_size"]
     shapes = [pair for pair in decoder_shapes(config, "") if pair[0] != "norm.weight"]
-    if old:
+    if is_llamagen:
         shapes = [pair for pair in shapes if "input_layernorm" not in pair[0]]
     else:
         norms = [(name[6:], shape) for name, shape in chameleon_shapes(config, rows) if "_norm." in name]
         shapes += norms
     shapes += [("fc.weight", (dim, 2 * dim)), ("fc.bias", (dim,))]
-    state = random(shapes, seed)
+    state = random_state(shapes, seed=7)
     if suffix == "bin":
         torch.save(state, folder / "pytorch_model.bin")
     else:
         save_file(state, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama" if old else "chameleon", **config}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama" if is_llamagen else "chameleon", **config}))
     return state

@@ -12,7 +12,7 @@ import toy
 
 from recipes.tiny.train_decoder import about
 from underdraw.drafters.eagle import Eagle
-from underdraw.drafters.loading import SHARED, build, save_drafter
+from underdraw.drafters.trained import SHARED_WEIGHTS, build_net, save_drafter
 from underdraw.layout import Layout
 from underdraw.models.tiny import tiny_arch
 from underdraw.nn.target import DecoderTarget
@@ -51,9 +51,9 @@ def write(
     if drafter:
         target = DecoderTarget(net)
         sizes = {"layers": 1, "ffn": 64, "above": True}
-        head = build(target, "eagle", sizes)
+        head = build_net(target, "eagle", sizes)
         for name, parameter in head.named_parameters():
-            if not name.startswith(SHARED):
+            if not name.startswith(SHARED_WEIGHTS):
                 torch.nn.init.constant_(parameter, float("norm" in name))
         toy.randomise(head.fc, 1)
         toy.randomise(head.body.blocks, 1)

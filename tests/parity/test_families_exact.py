@@ -12,7 +12,7 @@ import toy
 from parity_cases import ParityCase
 
 from underdraw.drafters.eagle import Eagle
-from underdraw.drafters.loading import SHARED, build
+from underdraw.drafters.trained import SHARED_WEIGHTS, build_net
 from underdraw.models.loading import load_drafter_files
 from underdraw.pipeline import Pipeline
 
@@ -27,9 +27,9 @@ def random_drafter(name: str, case: ParityCase, folder: Path) -> Any:
         kind, rows = HEADS[name]
         checkpoint_writers.write_drafter(folder, kind, rows=rows)
         return load_drafter_files(folder, case.model)
-    net = build(case.model.target, "eagle", {"layers": 1, "ffn": 64, "above": False})
+    net = build_net(case.model.target, "eagle", {"layers": 1, "ffn": 64, "above": False})
     for parameter_name, parameter in net.named_parameters():
-        if not parameter_name.startswith(SHARED):
+        if not parameter_name.startswith(SHARED_WEIGHTS):
             torch.nn.init.constant_(parameter, float("norm" in parameter_name))
     toy.randomise(net.fc, 1)
     toy.randomise(net.body.blocks, 1)

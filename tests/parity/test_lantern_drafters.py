@@ -17,7 +17,7 @@ from parity_cases import ParityCase
 from torch import Tensor
 
 from underdraw.drafters.eagle import Eagle, EagleSession
-from underdraw.drafters.padded_eagle import PaddedEagle, padded
+from underdraw.drafters.padded_eagle import PaddedEagle, pad_prefill
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.models.checkpoint import HubOptions
 from underdraw.models.lantern_drafters import load_nearest_codes
@@ -119,19 +119,19 @@ def test_head_features_match_the_formulas(
         expected = llamagen_head(state, tokens, features)
     else:
         expected = chameleon_head(state, torch.cat([prefill.prefix[0, 1:], root]), features)
-    torch.testing.assert_close(session.top[0, 0], expected[-1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(session.root_output[0, 0], expected[-1], atol=1e-4, rtol=0)
     head = case.model.target.net.head.weight
-    torch.testing.assert_close(session.logits(session.top)[0, 0], expected[-1] @ head.T, atol=1e-3, rtol=0)
+    torch.testing.assert_close(session.logits(session.root_output)[0, 0], expected[-1] @ head.T, atol=1e-3, rtol=0)
 
 
 def test_prefill_is_padded_for_the_head() -> None:
     features = torch.arange(12.0).view(2, 3, 2)
     first = PrefillOutput(torch.zeros(1, 1, 4), features, torch.full((2, 3), -1), torch.tensor([3, 1]), (3, 1))
-    out = padded(first, 5)
+    out = pad_prefill(first, 5)
     assert out.features[0].tolist() == [[0, 0], [0, 0], [0, 1], [2, 3], [4, 5]]
     assert out.features[1].tolist() == [[0, 0]] * 4 + [[6, 7]]
     assert out.lengths.tolist() == [5, 5] and out.host_lengths == (5, 5)
-    assert padded(first, 3) is first
+    assert pad_prefill(first, 3) is first
 
 
 def test_embed_upscale_multiplies_the_embedding(tmp_path: Path, lumina: ParityCase) -> None:

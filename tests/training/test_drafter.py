@@ -21,7 +21,7 @@ from commands import call
 from torch import Tensor
 
 from underdraw import Pipeline
-from underdraw.drafters.loading import load_drafter
+from underdraw.drafters.trained import load_drafter
 from underdraw.errors import CheckpointError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import open_checkpoint
@@ -55,10 +55,10 @@ class Watched:
 class WatchedSession:
     def __init__(self, watch: Watched, session: Any) -> None:
         self.session = session
-        expander = session.expander
+        make_expand_fn = session.make_expand_fn
 
         def watched(request: DraftRequest) -> Any:
-            expand, levels = expander(request), []
+            expand, levels = make_expand_fn(request), []
             watch.seen.append((request.steps.clone(), levels))
 
             def noted(level: Frontier) -> Tensor:
@@ -67,7 +67,7 @@ class WatchedSession:
 
             return noted
 
-        session.expander = watched
+        session.make_expand_fn = watched
 
     def draft(self, request: DraftRequest) -> DraftTree:
         return self.session.draft(request)

@@ -56,8 +56,8 @@ class ProbeSession:
         depth = min(probe.depth, layout.stop - 1 - root)
         plan = TreePlan(depth, 1, 1, depth + 1)
         noise_window = request.noise_window.sampler.noise_window(request.steps, max(depth, 1))
-        wide = self.session.fit(replace(request, plan=plan, noise_window=noise_window, limits=None))
-        expand = self.session.start(wide)
+        wide = self.session.fit_request(replace(request, plan=plan, noise_window=noise_window, limits=None))
+        expand = self.session.begin_tree(wide)
         nought = torch.zeros_like(request.root)[:, None]
         for level in range(wide.plan.depth):
             step = root + level + 1

@@ -22,7 +22,7 @@ from underdraw.drafters.block import BlockDrafter
 from underdraw.drafters.eagle import Eagle
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.drafters.loading import build
+from underdraw.drafters.trained import build_net
 from underdraw.engine.autotune import FixedPlan
 from underdraw.engine.compile import compiled_layer_functions
 from underdraw.engine.cuda_graphs import CudaGraphPass, EagerPass, GraphCache, GraphRunner
@@ -155,7 +155,7 @@ class EngineBench:
         arch = self.shape.arch
         sizes = {"layers": 1 if kind == "eagle" else 2, "ffn": arch.ffn, "above": True, "slots": 16, "markov_dim": 512}
         with torch.device("cpu"):
-            net = build(self.target, kind, sizes)
+            net = build_net(self.target, kind, sizes)
         embedding, head = net.body.embedding, net.body.head
         net.body.embedding, net.body.head = torch.nn.Identity(), torch.nn.Identity()  # type: ignore[assignment]
         net = net.to(self.device, self.settings.placement.dtype).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""No guesses at all: only the tokens that the layout forces. What plain autoregression drafts with."""
+"""Drafts only the tokens that the layout forces (row ends): the drafter of plain autoregression."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from underdraw.tree import DraftTree, chain, root_only
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """Knows the layout and nothing else."""
+    """No weights and no guesses."""
 
     proposes: ClassVar[Literal["chain"]] = "chain"
 
@@ -27,11 +27,13 @@ class Forced:
 
 @dataclass(frozen=True, slots=True)
 class ForcedSession(CapturableDraft):
+    """Has no state besides the layout."""
+
     layout: Layout
 
     def draft(self, request: DraftRequest) -> DraftTree:
         if request.plan.depth == 0 or self.layout.row_end is None:
             return root_only(request.root)
         tokens = torch.stack([request.root, torch.full_like(request.root, self.layout.row_end)], dim=1)
-        room = 1 if request.limits is None else request.limits.depth.clamp(max=1)
-        return chain(tokens, self.layout.is_row_end(request.steps + 1) * room)
+        max_depth = 1 if request.limits is None else request.limits.depth.clamp(max=1)
+        return chain(tokens, self.layout.is_row_end(request.steps + 1) * max_depth)

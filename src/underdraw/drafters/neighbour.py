@@ -1,6 +1,6 @@
-"""Guesses without weights: copy the token to the left, those above, and what followed the same token before.
+"""Drafts without weights from the tokens to the left and above, and from what followed the same token before.
 
-Each source is a vote for one code with a weight; the votes over a thin uniform floor are the draft's distribution.
+Each source votes for one code with its weight; the votes plus a small uniform floor are the draft distribution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from underdraw.tree import DraftTree, Frontier, grow_tree
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """Weights of the votes: left, above, above-right, and the code that last followed this one in this image."""
+    """Weights of the votes: left, above, above-right, and the code that last followed the previous one (`bigram`)."""
 
     proposes: ClassVar[Literal["tree"]] = "tree"
 
@@ -46,19 +46,19 @@ class Neighbour:
 
 
 class NeighbourSession(CapturableDraft):
-    """The committed tokens of B images, and for every column the one that followed it last."""
+    """The committed tokens of B images, and for every token the one that last followed it, as vocabulary indices."""
 
     def __init__(self, drafter: Neighbour, layout: Layout, batch: int, device: torch.device) -> None:
         self.drafter, self.layout = drafter, layout
-        self.committed = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=device)  # columns
-        self.follows = torch.full((batch, layout.vocab_size), -1, dtype=torch.int64, device=device)
-        self.steps = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.committed = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=device)
+        self.successors = torch.full((batch, layout.vocab_size), -1, dtype=torch.int64, device=device)
+        self.steps = torch.zeros(batch, dtype=torch.int64, device=device)  # (B,) of the last root
 
     def restart(self, prompts: Sequence[Prompt], prefill: PrefillOutput) -> bool:
         if len(prompts) != self.committed.shape[0]:
             return False
         self.committed.fill_(-1)
-        self.follows.fill_(-1)
+        self.successors.fill_(-1)
         return True
 
     def draft(self, request: DraftRequest) -> DraftTree:
@@ -66,39 +66,45 @@ class NeighbourSession(CapturableDraft):
         self.committed.scatter_(1, request.steps[:, None], self.layout.vocab_indices(request.root)[:, None])
 
         def expand(level: Frontier) -> Tensor:
-            return self._votes(self.layout.vocab_indices(level.tokens), request.steps + level.depth + 1)
+            return self._logits(self.layout.vocab_indices(level.tokens), request.steps + level.depth + 1)
 
         return grow_tree(
-            expand, request.root, request.plan, request.noise_window,
-            proposal=request.proposal, calibration=Calibration(), limits=request.limits,
-        )  # fmt: skip
+            expand,
+            request.root,
+            request.plan,
+            request.noise_window,
+            proposal=request.proposal,
+            calibration=Calibration(),
+            limits=request.limits,
+        )
 
-    def _votes(self, before: Tensor, steps: Tensor) -> Tensor:
-        """Log weights (B, W, K) for the cell at `steps` (B,), given the columns (B, W) drafted before it."""
+    def _logits(self, previous: Tensor, steps: Tensor) -> Tensor:
+        """Log votes (B, W, K) for the cell at `steps` (B,) after the tokens `previous` (B, W)."""
         weights, codes = self.drafter, len(self.layout.codes)
-        votes = torch.full(
-            (*before.shape, codes + 1), weights.floor / codes, device=before.device
-        )  # last: nobody's vote
-        sources = [(before, weights.left), (self.follows.gather(1, before), weights.bigram)]
+        # The last column takes the votes of sources that have no code.
+        votes = torch.full((*previous.shape, codes + 1), weights.floor / codes, device=previous.device)
+        sources = [(previous, weights.left), (self.successors.gather(1, previous), weights.bigram)]
         for rows, cols, weight in ((-1, 0, weights.above), (-1, 1, weights.above_right)):
-            place, inside = self.layout.neighbour(steps, rows, cols)
-            column = self.committed.gather(1, place.clamp(0, self.committed.shape[1] - 1)[:, None])
-            sources.append((torch.where(inside[:, None], column, -1).expand_as(before), weight))
-        for column, weight in sources:
-            valid = (column >= 0) & (column < codes)
-            votes.scatter_add_(2, torch.where(valid, column, codes)[..., None], torch.full_like(votes[..., :1], weight))
+            step, is_inside = self.layout.neighbour(steps, rows, cols)
+            token = self.committed.gather(1, step.clamp(0, self.committed.shape[1] - 1)[:, None])
+            sources.append((torch.where(is_inside[:, None], token, -1).expand_as(previous), weight))
+        for token, weight in sources:
+            is_code = (token >= 0) & (token < codes)
+            votes.scatter_add_(
+                2, torch.where(is_code, token, codes)[..., None], torch.full_like(votes[..., :1], weight)
+            )
         return votes[..., :codes].log()
 
     def commit(self, verified: VerifiedStep) -> None:
         path = verified.accepted_path.path
-        columns = self.layout.vocab_indices(verified.tree.tokens.gather(1, path))  # (B, D), the root first
-        order = torch.arange(path.shape[1], device=path.device)
-        accepted = (order > 0) & (order < verified.counts[:, None])
-        steps = torch.where(accepted, self.steps[:, None] + order, self.steps[:, None])
-        self.committed.scatter_(1, steps, torch.where(accepted, columns, columns[:, :1]))
+        tokens = self.layout.vocab_indices(verified.tree.tokens.gather(1, path))  # (B, D), the root first
+        index = torch.arange(path.shape[1], device=path.device)
+        is_accepted = (index > 0) & (index < verified.counts[:, None])
+        # Entries past the accepted ones write the root, and below its successor, once more.
+        steps = torch.where(is_accepted, self.steps[:, None] + index, self.steps[:, None])
+        self.committed.scatter_(1, steps, torch.where(is_accepted, tokens, tokens[:, :1]))
         last = self.layout.vocab_indices(verified.accepted_path.next_token)[:, None]
-        after = torch.where(order + 1 < verified.counts[:, None], torch.cat([columns[:, 1:], last], dim=1), last)
-        real = order < verified.counts[:, None]
-        place = torch.where(real, columns, columns[:, :1])
-        # Places past the path repeat the root's own pair.
-        self.follows.scatter_(1, place, torch.where(real, after, after[:, :1]))
+        after = torch.where(index + 1 < verified.counts[:, None], torch.cat([tokens[:, 1:], last], dim=1), last)
+        is_committed = index < verified.counts[:, None]
+        before = torch.where(is_committed, tokens, tokens[:, :1])
+        self.successors.scatter_(1, before, torch.where(is_committed, after, after[:, :1]))

@@ -1,7 +1,7 @@
-"""What drafters with a network share: a cache that follows the target and is asked level by level.
+"""Session shared by drafters with a network: a KV cache that follows the target, and level-by-level drafting.
 
-After every verdict the newly committed tokens, the new root last, are appended to the drafter's own cache; the tree
-grows on top of it and is forgotten. Subclasses say what one input looks like.
+After every pass the accepted tokens are pending. The next draft appends them to the drafter's KV cache, the new root
+last, grows the tree on top of them and drops the nodes again. Subclasses define the network's inputs.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from underdraw.plan import MAX_NODES, bucket_size
 from underdraw.protocols import CapturableDraft, DraftRequest, PassConfig, VerifiedStep
 from underdraw.tree import DraftTree, ExpandFn, Frontier, grow_tree
 
-_WAITING = 16  # tokens that a captured pass has room for at least: a wide one costs less than one more kind of it
+_MIN_PENDING = 16  # smallest bucket of pending tokens: a wider pass costs less than capturing one more
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Tokens that the drafter has not seen yet: the root of the next tree comes last, at place counts - 1."""
+    """Tokens that the drafter's KV cache does not hold yet. Those of a row are left-aligned; the next root is last."""
 
-    tokens: Tensor  # (R, N) the token of each input; the root's place is filled in when it is known
-    features: Tensor | None  # (R, N, D) the target's features one place before each token
+    tokens: Tensor  # (R, N) token ids; the root is filled in when the draft is requested
+    features: Tensor | None  # (R, N, D) the target's features one position before each token
     steps: Tensor  # (R, N) of the tokens; negative inside a prompt
     counts: Tensor  # (R,)
     host_counts: tuple[int, ...]  # the same on the host
 
     def view(self, width: int, host_counts: tuple[int, ...]) -> PendingTokens:
-        """The first places of buffers."""
+        """The first `width` columns of buffers."""
         features = None if self.features is None else self.features[:, :width]
         return PendingTokens(self.tokens[:, :width], features, self.steps[:, :width], self.counts, host_counts)
 
     def fill(self, other: PendingTokens) -> None:
-        """Copy what is pending into the first places of these buffers."""
+        """Copy pending tokens into the first columns of these buffers."""
         width = other.tokens.shape[1]
         self.tokens[:, :width].copy_(other.tokens)
         self.steps[:, :width].copy_(other.steps)
@@ -54,7 +54,7 @@ class PendingTokens:
 
 
 class NetworkDraftSession(CapturableDraft):
-    """Follows one batch. `offset` (R,) is the sequence place of step 0, as in the target."""
+    """Drafts for one batch. `offset` (R,) is the sequence position of step 0, as in the target."""
 
     def __init__(
         self,
@@ -66,157 +66,162 @@ class NetworkDraftSession(CapturableDraft):
         offset: Tensor,
     ) -> None:
         self.net, self.layout, self.guidance, self.calibration = net, layout, guidance, calibration
-        self.copies = 1 if guidance == 1 else 2
+        self.copies = 1 if guidance == 1 else 2  # rows of an image
         self.cache, self.offset = cache, offset
-        self.raster = RopeTable(net.arch.rope, layout, offset, net.head.weight.dtype)
-        batch = offset.shape[0] // self.copies
-        self.committed = torch.full(
-            (batch, layout.steps), -1, dtype=torch.int64, device=offset.device
-        )  # committed tokens
-        self.roots = torch.zeros(batch, dtype=torch.int64, device=offset.device)  # (B,) step of the last root
+        self.rope_table = RopeTable(net.arch.rope, layout, offset, net.head.weight.dtype)
+        batch, device = offset.shape[0] // self.copies, offset.device
+        self.committed = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=device)  # token ids
+        self.roots = torch.zeros(batch, dtype=torch.int64, device=device)  # (B,) step of the last root
         self.pending: PendingTokens | None = None
-        self.top = torch.empty(0)  # (R, 1, D) output at the root
-        self.buffers: PendingTokens | None = None  # what captured passes leave to each other, MAX_NODES places wide
-        self.width: int | None = None  # how many of those places are pending; None while it is the prompt
-        self.next_width = 0
-        self.owed: tuple[int, ...] = ()  # tokens that the next pass appends to the cache, a row
+        self.root_output = torch.empty(0)  # (R, 1, D) the network's output at the root
+        # Captured passes hand pending tokens to each other in buffers of MAX_NODES columns.
+        self.buffers: PendingTokens | None = None
+        self.pending_width: int | None = None  # columns of the buffers in use; None while the prompt is pending
+        self.next_pending_width = 0
+        self.host_pending_counts: tuple[int, ...] = ()  # (R,) tokens that the next pass appends to the KV cache
 
-    def inputs(self, tokens: Tensor, features: Tensor | None, beside: Tensor | None) -> Tensor:
-        """Embeddings (R, N, dim) of tokens, given the features before them and what else is read `beside` them."""
+    def embed_inputs(self, tokens: Tensor, features: Tensor | None, position_inputs: Tensor | None) -> Tensor:
+        """Embeddings (R, N, dim) of tokens, the features one position before them, and their position inputs."""
         raise NotImplementedError
 
-    def beside(self, steps: Tensor) -> Tensor | None:
-        """What inputs at `steps` (R, N) hold besides token and feature, (R, N, ...): the same for all nodes of one."""
+    def position_inputs(self, steps: Tensor) -> Tensor | None:
+        """Inputs that depend on `steps` (R, N) only and not on the node, (R, N, ...), if the network has any."""
         return None
 
     def cos_sin(self, steps: Tensor) -> Tensor:
-        """What turns tokens at `steps` (R, N): (R, N, 2, width)."""
-        return self.raster(steps)
+        """RoPE factors of tokens at `steps` (R, N): (R, N, 2, width)."""
+        return self.rope_table(steps)
 
     @torch.no_grad()
     def draft(self, request: DraftRequest) -> DraftTree:
-        request = self.fit(request)
+        request = self.fit_request(request)
         return grow_tree(
-            self.start(request), request.root, request.plan, request.noise_window,
-            proposal=request.proposal, calibration=self.calibration, limits=request.limits,
-        )  # fmt: skip
+            self.begin_tree(request),
+            request.root,
+            request.plan,
+            request.noise_window,
+            proposal=request.proposal,
+            calibration=self.calibration,
+            limits=request.limits,
+        )
 
-    @torch.no_grad()
-    def start(self, request: DraftRequest) -> ExpandFn:
-        """Take up the root of a request that fits; what answers the levels of its tree."""
-        self.roots = request.steps
-        self.committed.scatter_(1, request.steps[:, None], request.root[:, None])
-        self.follow(request)
-        return self.expander(request)
-
-    def fit(self, request: DraftRequest) -> DraftRequest:
-        """The request as far as this drafter can serve it."""
+    def fit_request(self, request: DraftRequest) -> DraftRequest:
+        """The request, with its plan truncated to what this drafter can draft."""
         return request
 
-    def expander(self, request: DraftRequest) -> ExpandFn:
-        """What answers the levels of one tree."""
+    @torch.no_grad()
+    def begin_tree(self, request: DraftRequest) -> ExpandFn:
+        """Append the pending tokens, the root included; returns the function that expands the tree's levels."""
+        self.roots = request.steps
+        self.committed.scatter_(1, request.steps[:, None], request.root[:, None])
+        self.append_pending(request)
+        return self.make_expand_fn(request)
+
+    def append_pending(self, request: DraftRequest) -> None:
+        """Run the pending tokens through the network and keep its output at the root."""
+        pending = self.pending
+        assert pending is not None, "a session drafts after prefill or commit"
+        x = self.pending_inputs(request.root)
+        out = self.cache.append(x, self.cos_sin(pending.steps), pending.counts, pending.host_counts)
+        last = (pending.counts - 1).clamp(min=0)[:, None, None]
+        self.root_output = out.gather(1, last.expand(-1, -1, out.shape[-1]))
+
+    def pending_inputs(self, root: Tensor) -> Tensor:
+        """Inputs (R, N, dim) of the pending tokens, with the roots (B,) filled in."""
+        pending = self.pending
+        assert pending is not None
+        last = (pending.counts - 1).clamp(min=0)[:, None]
+        tokens = pending.tokens.scatter(1, last, root.repeat(self.copies)[:, None])
+        return self.embed_inputs(tokens, pending.features, self.position_inputs(pending.steps))
+
+    def make_expand_fn(self, request: DraftRequest) -> ExpandFn:
+        """The function that returns the logits of a tree's frontier."""
         return LevelExpander(self, request.steps.repeat(self.copies), request.plan.depth).expand
 
-    def begin(self, pending: PendingTokens) -> None:
-        """Start anew with the prompt pending."""
-        self.raster.fill()
+    def reset(self, pending: PendingTokens) -> None:
+        """Start a new batch with the tokens of its prompts pending."""
+        self.rope_table.fill()
         self.committed.fill_(-1)
         for step, token in enumerate(self.layout.prologue):
             self.committed[:, step] = token
-        self.pending, self.width, self.owed = pending, None, pending.host_counts
+        self.pending, self.pending_width, self.host_pending_counts = pending, None, pending.host_counts
 
     def prepare(self, config: PassConfig) -> Hashable | None:
         pending, plan = self.pending, config.plan
         assert pending is not None
         if self.buffers is None:
             rows, device = self.offset.shape[0], self.offset.device
-            spare = torch.zeros(rows, MAX_NODES, dtype=torch.int64, device=device)
+            zeros = torch.zeros(rows, MAX_NODES, dtype=torch.int64, device=device)
             features = pending.features
-            wide = None if features is None else features.new_zeros(rows, MAX_NODES, features.shape[-1])
-            self.buffers = PendingTokens(spare, wide, spare.clone(), spare[:, 0].clone(), ())
-        self.next_width = bucket_size(max(plan.depth + 1, _WAITING))
-        prompt = self.width is None
-        self.cache.regions, self.cache.kernel = PLAIN if prompt else config.layer_functions, config.kernel
+            features = None if features is None else features.new_zeros(rows, MAX_NODES, features.shape[-1])
+            self.buffers = PendingTokens(zeros, features, zeros.clone(), zeros[:, 0].clone(), ())
+        self.next_pending_width = bucket_size(max(plan.depth + 1, _MIN_PENDING))
+        is_prompt = self.pending_width is None  # prompts have all lengths: run them eagerly and do not compile them
+        self.cache.regions, self.cache.kernel = PLAIN if is_prompt else config.layer_functions, config.kernel
         span = self.cache.fix_span(pending.tokens.shape[1] + max(plan.depth * plan.width, 1), config.span_multiple)
-        return None if prompt else (self.width, span)
+        return None if is_prompt else (self.pending_width, span)
 
     def sync(self, counts: tuple[int, ...]) -> None:
         assert self.buffers is not None
-        self.cache.sync_lengths(self.owed)
-        self.width, self.owed = self.next_width, counts * self.copies
-        self.pending = self.buffers.view(self.width, self.owed)
-
-    def follow(self, request: DraftRequest) -> None:
-        """Run the pending tokens through the network; its output at the root starts the tree."""
-        pending = self.pending
-        assert pending is not None, "a session drafts after it was opened or committed to"
-        x = self.waiting(request.root)
-        out = self.cache.append(x, self.cos_sin(pending.steps), pending.counts, pending.host_counts)
-        last = (pending.counts - 1).clamp(min=0)[:, None, None]
-        self.top = out.gather(1, last.expand(-1, -1, out.shape[-1]))
-
-    def waiting(self, root: Tensor) -> Tensor:
-        """Inputs (R, N, dim) of the pending tokens, now that the root (B,) is known."""
-        pending = self.pending
-        assert pending is not None
-        last = (pending.counts - 1).clamp(min=0)[:, None]
-        tokens = pending.tokens.scatter(1, last, root.repeat(self.copies)[:, None])
-        return self.inputs(tokens, pending.features, self.beside(pending.steps))
+        self.cache.sync_lengths(self.host_pending_counts)
+        self.pending_width, self.host_pending_counts = self.next_pending_width, counts * self.copies
+        self.pending = self.buffers.view(self.pending_width, self.host_pending_counts)
 
     def commit(self, verified: VerifiedStep) -> None:
-        """Take note of the accepted tokens and of the target's features at them."""
+        """Make the accepted tokens, and the target's features before them, pending."""
         path, copies = verified.accepted_path.path, self.copies
-        drafted = verified.tree.tokens.gather(1, path)  # (B, D) tokens of the path, the old root first
+        tokens = verified.tree.tokens.gather(1, path)  # (B, D) of the path, the old root first
         index = arange_cached(path.shape[1], path.device)
-        steps = self.roots[:, None] + index  # of the path's tokens
-        accepted = (index < verified.counts[:, None]) & (index > 0)
-        place = torch.where(accepted, steps, steps[:, :1])
-        self.committed.scatter_(1, place, torch.where(accepted, drafted, drafted[:, :1]))
-        after = torch.cat([drafted[:, 1:], drafted[:, :1]], dim=1).repeat(copies, 1)
+        steps = self.roots[:, None] + index
+        is_accepted = (index < verified.counts[:, None]) & (index > 0)
+        # Entries past the accepted ones write the old root once more.
+        committed_steps = torch.where(is_accepted, steps, steps[:, :1])
+        self.committed.scatter_(1, committed_steps, torch.where(is_accepted, tokens, tokens[:, :1]))
+        next_tokens = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1).repeat(copies, 1)
         width = verified.output.features.shape[-1]
         features = verified.output.features.gather(1, path.repeat(copies, 1)[..., None].expand(-1, -1, width))
         pending = PendingTokens(
-            after,
+            next_tokens,
             features,
             (steps + 1).repeat(copies, 1),
             verified.counts.repeat(copies),
             verified.host_counts * copies,
         )
-        if self.cache.span is None:
+        if self.cache.span is None:  # eager
             self.pending = pending
         else:
             assert self.buffers is not None
             self.buffers.fill(pending)
 
     def logits(self, features: Tensor) -> Tensor:
-        """(R, W, D) -> guided (B, W, K)."""
+        """(R, W, D) -> (B, W, K) with guidance applied."""
         return apply_guidance(self.net.logits(features), self.guidance)
 
 
-@functools.cache  # never forgotten, since captured passes read it
-def _own(width: int, device: torch.device) -> Tensor:
-    """Each of so many nodes sees itself."""
+@functools.cache  # kept forever, since CUDA graphs read it
+def _identity_mask(width: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.eye(width, dtype=torch.bool, device=device)
 
 
 class LevelExpander:
-    """Answers the levels of a tree of some depth: each node attends to the committed tokens and to its own ancestors.
+    """Runs the levels of one tree: each node attends to the committed tokens and to its ancestors.
 
-    All nodes of a level stand at one step, `steps` (R,) of the root plus their depth, so what depends on steps alone is
-    found for all levels at once.
+    Every node of a level has the same step, `steps` (R,) of the root plus its depth, so RoPE factors and position
+    inputs are precomputed for all levels.
     """
 
     def __init__(self, session: NetworkDraftSession, steps: Tensor, depth: int) -> None:
         self.session = session
-        self.outputs = session.top  # (R, W, D) of the level before
-        self.cos_sin, self.beside = torch.empty(0), None  # (R, depth - 1, ...) of the levels below the root
+        self.outputs = session.root_output  # (R, W, D) of the previous level
+        self.cos_sin, self.position_inputs = torch.empty(0), None  # (R, depth - 1, ...) of the levels below the root
         if depth > 1:
-            below = steps[:, None] + arange_cached(depth, steps.device)[1:]
-            self.cos_sin, self.beside = session.cos_sin(below), session.beside(below)
-        self.ancestors: Tensor | None = None  # (B, W, M) of the level before, over all nodes so far
+            level_steps = steps[:, None] + arange_cached(depth, steps.device)[1:]
+            self.cos_sin, self.position_inputs = session.cos_sin(level_steps), session.position_inputs(level_steps)
+        self.ancestors: Tensor | None = None  # (B, W, M) bool: of the previous level, over all nodes so far
 
     def expand(self, level: Frontier) -> Tensor:
+        """Logits (B, W, K) of the children of the frontier's nodes."""
         session, copies = self.session, self.session.copies
         if level.depth == 0:
             return session.logits(self.outputs)
@@ -225,18 +230,19 @@ class LevelExpander:
         parents = level.parents[..., None]  # (B, W, 1)
         outputs = self.outputs.unflatten(0, (copies, batch))
         features = outputs.gather(2, parents.expand(copies, -1, -1, outputs.shape[-1])).flatten(0, 1)
-        place = slice(level.depth - 1, level.depth)
-        cos_sin = self.cos_sin[:, place].expand(-1, width, -1, -1)
-        beside = None if self.beside is None else self.beside[:, place].expand(-1, width, -1)
-        own = _own(width, tokens.device).expand(batch, width, width)
+        here = slice(level.depth - 1, level.depth)
+        cos_sin = self.cos_sin[:, here].expand(-1, width, -1, -1)
+        position_inputs = None
+        if self.position_inputs is not None:
+            position_inputs = self.position_inputs[:, here].expand(-1, width, -1)
+        itself = _identity_mask(width, tokens.device).expand(batch, width, width)
         if self.ancestors is None:
-            self.ancestors = own
+            self.ancestors = itself
         else:
             above = self.ancestors.gather(1, parents.expand(-1, -1, self.ancestors.shape[-1]))
-            self.ancestors = torch.cat([above, own], dim=-1)
-        x = session.inputs(tokens, features, beside)
-        depths = arange_cached(level.depth, tokens.device)[-1].expand(
-            batch, width
-        )  # the root is committed in this cache
+            self.ancestors = torch.cat([above, itself], dim=-1)
+        x = session.embed_inputs(tokens, features, position_inputs)
+        # The root is committed in this cache, so a child of the root has depth 0 here.
+        depths = arange_cached(level.depth, tokens.device)[-1].expand(batch, width)
         self.outputs = session.cache.append_nodes(x, cos_sin, depths, self.ancestors)
         return session.logits(self.outputs)

@@ -1,8 +1,8 @@
-"""EAGLE heads for text features of a fixed number: LlamaGen's, published by LANTERN.
+"""EAGLE heads for text features of a fixed length: LlamaGen's, published by LANTERN.
 
-These heads were trained on prompts padded on the left with zero features, and nothing hides the padding from them. The
-target leaves padding out, so it is put back for the head. For the conditional row that is exactly what the head has
-seen; the unconditional row's padding was never zero in training, and is taken as zero here.
+These heads were trained on prompts padded on the left with zero features that no attention mask hides. The target
+omits the padding, so it is added again for the head. For the conditional row that is what the head was trained on; the
+padding of the unconditional row was never zero in training and is taken as zero here.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from underdraw.protocols import PrefillOutput
 
 @dataclass(frozen=True, slots=True)
 class PaddedEagle(Eagle):
-    """An EAGLE head whose prompts have `prefix` places."""
+    """An EAGLE head whose prompts have `prefix` positions."""
 
     prefix: int = 120
 
     def adapt_prefill(self, prefill: PrefillOutput) -> PrefillOutput:
-        return padded(prefill, self.prefix)
+        return pad_prefill(prefill, self.prefix)
 
 
-def padded(prefill: PrefillOutput, prefix: int) -> PrefillOutput:
-    """The opening with every prompt padded on the left to `prefix` places; longer prompts are left as they are."""
-    if max(prefill.host_lengths) >= prefix:
+def pad_prefill(prefill: PrefillOutput, length: int) -> PrefillOutput:
+    """Every prompt padded on the left to `length` positions; unchanged if one of them is as long."""
+    if max(prefill.host_lengths) >= length:
         return prefill
-    place = torch.arange(prefix, device=prefill.features.device) - (prefix - prefill.lengths[:, None])  # (R, prefix)
-    index = place.clamp(min=0)
+    position = torch.arange(length, device=prefill.features.device) - (length - prefill.lengths[:, None])  # (R, length)
+    index = position.clamp(min=0)
     features = prefill.features.gather(1, index[..., None].expand(-1, -1, prefill.features.shape[-1]))
     return replace(
         prefill,
-        features=features.masked_fill((place < 0)[..., None], 0),
-        prefix=prefill.prefix.gather(1, index).masked_fill(place < 0, -1),
-        lengths=torch.full_like(prefill.lengths, prefix),
-        host_lengths=(prefix,) * len(prefill.host_lengths),
+        features=features.masked_fill((position < 0)[..., None], 0),
+        prefix=prefill.prefix.gather(1, index).masked_fill(position < 0, -1),
+        lengths=torch.full_like(prefill.lengths, length),
+        host_lengths=(length,) * len(prefill.host_lengths),
     )

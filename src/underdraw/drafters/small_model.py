@@ -1,4 +1,4 @@
-"""A smaller model of the same family as the drafter: same prompts, same tokens, its own cache."""
+"""A smaller model of the same family as the drafter: same prompts and tokens, its own KV cache."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from underdraw.calibration import Calibration
 from underdraw.drafters.network import NetworkDraftSession, PendingTokens
 from underdraw.layout import Layout
 from underdraw.nn.target import DecoderSession, DecoderTarget
+from underdraw.nn.transformer import Transformer
 from underdraw.plan import MAX_EXPANDED, MAX_NODES
 from underdraw.protocols import PrefillOutput, Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """Any decoder that reads the target's prompts and draws the target's codes."""
+    """Any decoder with the target's prompts and codes."""
 
     proposes: ClassVar[Literal["tree"]] = "tree"
 
     target: DecoderTarget
     calibration: Calibration | None = Calibration()
+
+    @property
+    def net(self) -> Transformer:
+        return self.target.net
 
     @torch.no_grad()
     def open(
@@ -34,26 +39,26 @@ class SmallModel:
 
 
 class SmallModelSession(NetworkDraftSession):
-    """The small model reads tokens alone; the target's features are nothing to it."""
+    """Reads tokens only, not the target's features."""
 
     def __init__(self, drafter: SmallModel, prompts: Sequence[Prompt], layout: Layout, guidance: float) -> None:
         self.session = DecoderSession(drafter.target, prompts, layout, guidance, room=MAX_EXPANDED + MAX_NODES)
         net, cache = drafter.target.net, self.session.cache
         super().__init__(net, layout, guidance, drafter.calibration, cache, self.session.offset)
-        self._root()
+        self._reset_to_root()
 
     @torch.no_grad()
     def restart(self, prompts: Sequence[Prompt], prefill: PrefillOutput) -> bool:
         if not self.session.restart(prompts):
             return False
-        self._root()
+        self._reset_to_root()
         return True
 
-    def _root(self) -> None:
-        """Start with the root pending; the prompt has been read."""
+    def _reset_to_root(self) -> None:
+        """Make the root pending; the KV cache holds the prompt."""
         rows = self.cache.length.shape[0]
         start = torch.full((rows, 1), self.layout.start, device=self.cache.length.device)
-        self.begin(PendingTokens(start, None, start, torch.ones_like(self.cache.length), (1,) * rows))
+        self.reset(PendingTokens(start, None, start, torch.ones_like(self.cache.length), (1,) * rows))
 
-    def inputs(self, tokens: Tensor, features: Tensor | None, beside: Tensor | None) -> Tensor:
+    def embed_inputs(self, tokens: Tensor, features: Tensor | None, position_inputs: Tensor | None) -> Tensor:
         return self.net.embed(tokens)

@@ -1,7 +1,7 @@
 """LANTERN's published EAGLE heads, and its tables of nearest codes.
 
 A head is one decoder layer over [token embedding; target feature] with an embedding of its own; it shares the target's
-head. Drafters that `underdraw train drafter` has written are another format, which `drafters.loading` reads.
+head. Drafters that `underdraw train drafter` has written are another format, which `drafters.trained` reads.
 """
 
 from __future__ import annotations

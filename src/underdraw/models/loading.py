@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from underdraw.drafters.loading import load_drafter
+from underdraw.drafters.trained import load_drafter
 from underdraw.errors import CapacityError, CheckpointError, ConfigError, UnderdrawError, UnsupportedError
 from underdraw.io import read_json
 from underdraw.models.checkpoint import TRAINED_BY_UNDERDRAW, Checkpoint, download, first_line, is_hub_id

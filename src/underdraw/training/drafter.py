@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from underdraw.calibration import Calibration
 from underdraw.drafters.block import BlockDrafter, BlockNet
 from underdraw.drafters.eagle import Eagle, EagleNet
-from underdraw.drafters.loading import SHARED, build, save_drafter
+from underdraw.drafters.trained import SHARED_WEIGHTS, build_net, save_drafter
 from underdraw.models.checkpoint import open_checkpoint
 from underdraw.models.family import LoadedModel
 from underdraw.models.loading import detect_family, resolve_placement
@@ -86,7 +86,7 @@ def initialise(net: EagleNet, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
-            if name.startswith(SHARED):
+            if name.startswith(SHARED_WEIGHTS):
                 continue
             if "norm" in name:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -101,7 +101,7 @@ def initialise(net: EagleNet, seed: int) -> None:
 
 def own_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
     """What is trained: everything but the target's embedding and head."""
-    return {name: value for name, value in net.named_parameters() if not name.startswith(SHARED)}
+    return {name: value for name, value in net.named_parameters() if not name.startswith(SHARED_WEIGHTS)}
 
 
 class Trainer:
@@ -113,11 +113,11 @@ class Trainer:
         self.model, self.options, self.devices = model, options, devices
         self.sizes = options.sizes(model.target.net.arch.ffn)
         target, place = model.target, model.placement
-        net = build(target, options.kind, self.sizes)
+        net = build_net(target, options.kind, self.sizes)
         initialise(net, options.seed)
         self.net = net.to(place.device).train()
         for name, parameter in self.net.named_parameters():
-            parameter.requires_grad_(not name.startswith(SHARED))
+            parameter.requires_grad_(not name.startswith(SHARED_WEIGHTS))
         self.average = copy.deepcopy(own_parameters(self.net))
         layout = model.make_layout(model.sizes[0])
         self.teacher = Teacher(target, layout, 1 if model.defaults.guidance == 1 else 2)
@@ -174,7 +174,7 @@ class Trainer:
 
     def averaged(self) -> EagleNet:
         """A copy of the net with the averaged weights, as a pipeline would load it."""
-        net = build(self.model.target, self.options.kind, self.sizes)
+        net = build_net(self.model.target, self.options.kind, self.sizes)
         net.load_state_dict({name: value.detach() for name, value in self.average.items()}, strict=False)
         place = self.model.placement
         net = net.to(place.device, place.dtype).eval()

@@ -56,14 +56,14 @@ class BlockLoss(nn.Module):
         spread = roots.repeat_interleave(depth, dim=1)
         above = above_tokens(lesson.raster, layout, steps.repeat(copies, 1), spread, copies)
         slots = net.slots.repeat(trees, 1) + net.slot_above(net.embed_above(above))
-        stream = net.inputs(lesson.tokens, lesson.features, lesson.above)
+        stream = net.embed_inputs(lesson.tokens, lesson.features, lesson.above)
         split_cos_sin = net.body.arch.rope.raster(layout, steps.repeat(copies, 1), lesson.offset)
         split_cos_sin = torch.cat([lesson.rotation, split_cos_sin], dim=1)
         mask = self._mask(lesson, roots, depth)
         features = net.body(torch.cat([stream, slots.to(stream.dtype)], dim=1), split_cos_sin, _masked(mask))
         features = features[:, stream.shape[1] :]
         before = lesson.raster.gather(1, steps - 1).repeat(copies, 1)
-        mixed = net.mixed(net.markov_feature(features), net.tokens(before))
+        mixed = net.mix(net.markov_feature(features), net.project_tokens(before))
         draft = combined(net.body.logits(features) + net.markov_out(mixed).float(), guidance, copies)
         with torch.no_grad():
             target = lesson.logits(self.teacher[0], steps, guidance)
@@ -135,7 +135,7 @@ class EagleLoss(nn.Module):
         attention = Unrolled(net.body.arch.layers)
         features, found = lesson.features, []
         for level in range(self.depth):
-            x = net.inputs(lesson.tokens, features.to(lesson.features.dtype), lesson.above)
+            x = net.embed_inputs(lesson.tokens, features.to(lesson.features.dtype), lesson.above)
             out = net.body(x, lesson.rotation, attention.level(level))
             picked = out.gather(1, place[..., None].expand(-1, -1, out.shape[-1]))
             draft = combined(net.body.logits(picked), guidance, copies)

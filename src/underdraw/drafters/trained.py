@@ -1,0 +1,106 @@
+"""Trained drafters on disk: a folder of safetensors whose metadata name the kind, the sizes and the target.
+
+Embedding and head are the target's and are not stored. A drafter of another target is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from underdraw.calibration import Calibration
+from underdraw.drafters.block import BlockDrafter, BlockNet
+from underdraw.drafters.eagle import DrafterKind, Eagle, EagleNet
+from underdraw.errors import CheckpointError
+from underdraw.nn.row_invariant import pack_weights
+from underdraw.nn.target import DecoderTarget
+from underdraw.nn.transformer import Arch
+from underdraw.nn.weights import load_weights, save_weights
+
+FILE_KIND = "underdraw-drafter"
+SHARED_WEIGHTS = ("body.embedding.", "body.head.")  # the target's, not stored
+TrainedDrafter = Eagle | BlockDrafter
+
+
+def drafter_arch(target: Arch, *, layers: int, ffn: int, kv_heads: int | None = None) -> Arch:
+    """A small decoder with the width, positions and codes of the target."""
+    return dataclasses.replace(
+        target, layers=layers, ffn=ffn, kv_heads=kv_heads or target.kv_heads, norm="pre", final_norm="rms"
+    )
+
+
+def build_net(target: DecoderTarget, kind: DrafterKind, sizes: Mapping[str, Any]) -> EagleNet:
+    """An untrained network for a target, sharing the target's embedding and head."""
+    arch = drafter_arch(target.net.arch, layers=sizes["layers"], ffn=sizes["ffn"], kv_heads=sizes.get("kv_heads"))
+    with torch.device("meta"):
+        net = (
+            EagleNet(arch, arch.dim, above=bool(sizes["above"]))
+            if kind == "eagle"
+            else BlockNet(arch, arch.dim, slots=sizes["slots"], markov_dim=sizes["markov_dim"])
+        )
+        net.body.embedding, net.body.head = nn.Identity(), nn.Identity()  # type: ignore[assignment]
+    net = net.to_empty(device="cpu")
+    net.body.embedding, net.body.head = target.net.embedding, target.net.head
+    return net
+
+
+def target_fingerprint(target: DecoderTarget) -> dict[str, Any]:
+    """The sizes of a target that a drafter depends on."""
+    arch = target.net.arch
+    outputs = arch.outputs or range(arch.vocab)
+    return {"dim": arch.dim, "vocab": arch.vocab, "codes": [outputs.start, outputs.stop]}
+
+
+def save_drafter(
+    folder: str | Path,
+    drafter: TrainedDrafter,
+    target: DecoderTarget,
+    sizes: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    precision: Literal["bf16", "int8"] = "bf16",
+) -> None:
+    """Write weights, sizes, calibration and the fingerprint of the target."""
+    state = {name: value for name, value in drafter.net.state_dict().items() if not name.startswith(SHARED_WEIGHTS)}
+    metadata = {
+        "kind": FILE_KIND,
+        "drafter": drafter.kind,
+        "sizes": dict(sizes),
+        "calibration": dataclasses.asdict(drafter.calibration or Calibration()),
+        "target": target_fingerprint(target),
+        "progress": dict(progress),
+    }
+    save_weights(folder, state, metadata, precision)
+
+
+def load_drafter(folder: str | Path, target: DecoderTarget) -> TrainedDrafter:
+    """The drafter in a folder, on the target's device and in its dtype."""
+    weights, metadata = load_weights(folder)
+    if metadata.get("kind") != FILE_KIND:
+        raise CheckpointError(f"{folder} holds no drafter (its kind is {metadata.get('kind')!r}, not {FILE_KIND!r}).")
+    fingerprint = target_fingerprint(target)
+    if metadata["target"] != fingerprint:
+        raise CheckpointError(
+            f"the drafter in {folder} was trained for a target with {metadata['target']}, and this one has "
+            f"{fingerprint}; use the drafter of this model or train one with `underdraw train drafter`."
+        )
+    net = build_net(target, metadata["drafter"], metadata["sizes"])
+    keys = net.load_state_dict(weights, strict=False)
+    missing = [name for name in keys.missing_keys if not name.startswith(SHARED_WEIGHTS)]
+    if missing or keys.unexpected_keys:
+        raise CheckpointError(
+            f"the drafter in {folder} lacks {missing or 'nothing'} and has {keys.unexpected_keys or 'nothing'} "
+            "that is not known; fetch or train it again."
+        )
+    weight = target.net.head.weight
+    net = net.to(weight.device, weight.dtype).eval().requires_grad_(False)
+    pack_weights(net)
+    values = metadata["calibration"]
+    calibration = Calibration(values["slope"], tuple(values["biases"]), values["miss"])
+    if isinstance(net, BlockNet):
+        return BlockDrafter(net, calibration, target.image_offset)
+    return Eagle(net, calibration, target.image_offset)

@@ -55,7 +55,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
 FAMILY = Family(
     name="anole",
     summary="Anole 7B in the layout of transformers' Chameleon: 512 px, 32x32 codes",
-    published=(PublishedCheckpoint("leloy/Anole-7b-v0.1-hf", "apache-2.0", "with an image tokenizer of its own"),),
+    published=(PublishedCheckpoint("leloy/Anole-7b-v0.1-hf", "apache-2.0", "includes its image tokenizer"),),
     matches=matches,
     load=load,
     read_spec=read_spec,

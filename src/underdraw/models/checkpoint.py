@@ -52,6 +52,12 @@ class Checkpoint:
     config: dict[str, Any] = field(default_factory=dict)
     hub: HubOptions = HubOptions()  # for companions that have to be downloaded
 
+    @classmethod
+    def from_path(cls, path: Path, name: str | None = None, hub: HubOptions | None = None) -> Checkpoint:
+        """A checkpoint on disk, with the config.json in its folder if there is one."""
+        config = path / "config.json"
+        return cls(path, name or str(path), read_json_object(config) if config.exists() else {}, hub or HubOptions())
+
     @property
     def folder(self) -> Path:
         return self.path if self.path.is_dir() else self.path.parent
@@ -217,8 +223,7 @@ def open_checkpoint(name: str | Path, hub: HubOptions | None = None) -> Checkpoi
             f"there is no model {text!r}; give a folder, a file, an owner/name of the Hugging Face hub, "
             f"or {' or '.join(EMBEDDED_MODELS)}."
         )
-    config = path / "config.json"
-    return Checkpoint(path, text, read_json_object(config) if config.exists() else {}, hub)
+    return Checkpoint.from_path(path, text, hub)
 
 
 def is_hub_id(name: str) -> bool:

@@ -1,6 +1,6 @@
 """Emu3-Gen in the layout of transformers: one vocabulary for text and image, a size header, rows with end tokens.
 
-The negative prompt is a sequence of its own, with its own length and positions.
+The negative prompt is a separate sequence, with its own length and positions.
 """
 
 from __future__ import annotations

@@ -153,11 +153,11 @@ class LoadedModel:
         words = self.unknown_words(prompts)
         if words:
             names = ", ".join(map(repr, words[:8])) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
+            noun = "word" if len(words) == 1 else "words"
             log.warning(
-                "%s was not trained with the %s %s and draws something else instead; "
-                "`underdraw models %s --words` lists what it knows.",
-                self.name, "word" if len(words) == 1 else "words", names, self.name,
-            )  # fmt: skip
+                f"{self.name} was not trained with the {noun} {names} and draws something else instead; "
+                f"`underdraw models {self.name} --words` lists what it knows."
+            )
 
     def resolve_size(self, height: int | None, width: int | None) -> ImageSize:
         """Return the first supported size with this height and width, where None means any."""

@@ -1,6 +1,6 @@
 """LANTERN's published EAGLE heads, and its tables of nearest codes.
 
-A head is one decoder layer over [token embedding; target feature] with an embedding of its own; it shares the target's
+A head is one decoder layer over [token embedding; target feature] with a separate embedding; it shares the target's
 head. Drafters that `underdraw train drafter` has written are another format, which `drafters.trained` reads.
 """
 
@@ -18,7 +18,7 @@ from underdraw.calibration import Calibration
 from underdraw.drafters.eagle import Eagle, EagleNet
 from underdraw.drafters.padded_eagle import PaddedEagle
 from underdraw.errors import CheckpointError
-from underdraw.models.checkpoint import Checkpoint, HubOptions, download, open_checkpoint
+from underdraw.models.checkpoint import Checkpoint, HubOptions, download
 from underdraw.models.family import ImageSize, LoadedModel
 from underdraw.models.transformers_layout import ROPE_BUFFERS
 from underdraw.models.weight_map import (
@@ -41,7 +41,7 @@ _LLAMAGEN_GRID = {"t2i": 16, "c2i": 24, "t2i2": 32}  # side of the code grid, by
 
 def load_lantern_head(folder: Path, model: LoadedModel) -> Eagle:
     """Load an EAGLE head in LANTERN's layout, on the target's device and in its dtype."""
-    checkpoint, target = open_checkpoint(folder), model.target
+    checkpoint, target = Checkpoint.from_path(folder), model.target
     arch = _head_arch(checkpoint, target.net.arch)
     _check_image_size(checkpoint, model)
     net = allocate(lambda: _build_net(arch, bias="fc.bias" in checkpoint.shapes()), model.placement)

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from underdraw.errors import ConfigError, UnsupportedError
+from underdraw.models.checkpoint import first_line
 from underdraw.models.family import LoadedModel
 from underdraw.models.loading import SAVED_CHOICES_FILE
 
@@ -51,7 +52,7 @@ def upload_folder(folder: Path, name: str, *, token: str | None, private: bool) 
         api.create_repo(name, private=private, exist_ok=True)
         return str(api.upload_folder(repo_id=name, folder_path=str(folder)))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UnsupportedError(
-            f"{name} could not be uploaded to the Hugging Face hub ({reason}); check the name and your token."
+            f"{name} could not be uploaded to the Hugging Face hub ({first_line(error)}); "
+            "check the name and your token."
         ) from error

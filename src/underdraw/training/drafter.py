@@ -28,7 +28,7 @@ from underdraw.drafters.eagle import Eagle, EagleNet
 from underdraw.drafters.trained import SHARED_WEIGHTS, build_net, save_drafter
 from underdraw.models.checkpoint import open_checkpoint
 from underdraw.models.family import LoadedModel
-from underdraw.models.loading import detect_family, resolve_placement
+from underdraw.models.loading import load_model, resolve_placement
 from underdraw.nn.row_invariant import input_major
 from underdraw.nn.weights import load_weights
 from underdraw.pipeline import Pipeline
@@ -355,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_float32_matmul_precision("high")
     checkpoint = open_checkpoint(options.model)
     place = resolve_placement(devices.device or options.device, options.dtype)
-    model = detect_family(checkpoint).load(checkpoint, place)
+    model = load_model(checkpoint, place)
     samples = Samples.load(options.samples)
     fields = {field.name for field in dataclasses.fields(DrafterTraining)}
     settings = DrafterTraining(**{name: value for name, value in vars(options).items() if name in fields})

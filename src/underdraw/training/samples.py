@@ -25,7 +25,7 @@ from underdraw.errors import CheckpointError, ConfigError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import open_checkpoint
 from underdraw.models.family import ImageSize, LoadedModel
-from underdraw.models.loading import detect_family, resolve_placement
+from underdraw.models.loading import load_model, resolve_placement
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Prompt
 from underdraw.sampling import Sampler
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     checkpoint = open_checkpoint(options.model)
-    model = detect_family(checkpoint).load(checkpoint, resolve_placement(options.device, options.dtype))
+    model = load_model(checkpoint, resolve_placement(options.device, options.dtype))
     if options.images:
         encode_samples(model, read_manifest(options.images), options.out, batch=options.batch)
         return

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from underdraw.models import chameleon, emu3, janus, llamagen
-from underdraw.models.vqgan_checkpoint import CHAMELEON, JANUS, LLAMAGEN, Naming
+from underdraw.models.vqgan_checkpoint import CHAMELEON, JANUS, LLAMAGEN, VQGANFormat
 from underdraw.models.weight_map import HF_DECODER, WeightDestination, decoder_destinations, module_destinations
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch, Transformer
@@ -99,12 +99,12 @@ def shapes_of(destinations: Mapping[str, WeightDestination]) -> Shapes:
     return {name: tuple(to.memory.shape) for name, to in destinations.items() if to.memory.ndim}
 
 
-def vqgan(sizes: Sizes, naming: Naming, code_dim: int, prefix: str = "") -> Shapes:
+def vqgan(sizes: Sizes, naming: VQGANFormat, code_dim: int, prefix: str = "") -> Shapes:
     arch = VQArch(sizes.images, codes=sizes.codes, code_dim=code_dim, deep_attention=naming.unit_codes)
     with torch.device("meta"):
         model = VQGAN(arch)
     levels = 0 if naming is CHAMELEON else len(sizes.images)
-    return shapes_of(module_destinations(model, prefix, lambda name: naming.published(name, levels)))
+    return shapes_of(module_destinations(model, prefix, lambda name: naming.tensor_name(name, levels)))
 
 
 def tensors(

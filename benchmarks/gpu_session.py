@@ -87,7 +87,7 @@ def engine(name: str, model: str, out: Path, kind: str) -> None:
     settings = EngineBenchConfig(
         model, place, compile="on" if cuda else "off", passes=40 if cuda else 2, pictures=3 if cuda else 1,
         sizes=(1, 8, 16, 32, 64, 128) if full else (1, 64), drafters=levels, tuned=kind == "tuned",
-        kernel="auto" if full or not cuda else "split",
+        attention_backend="auto" if full or not cuda else "tree",
     )  # fmt: skip
     # A trace is replayed with the kind of drafter that its name begins with.
     traces: Any = [(Trace.load(path), path.stem.partition("-")[0]) for path in sorted(TRACES.glob("*.json")) if full]

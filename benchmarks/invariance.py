@@ -1,10 +1,10 @@
-"""Does the number of rows change the bits on this machine? What the exactness promise rests on.
+"""Does the number of rows of a GEMM change the bits of a row on this processor? Exact decoding rests on the answer.
 
     python benchmarks/invariance.py
 
-For float32 and bfloat16: how many of 127 row counts give a matrix product another first row, with weights stored
-output-major (as torch.nn.Linear does) and input-major, and with underdraw's own products, which add rows where this
-machine needs them; and how often a weighted sum of values changes when zero-weight values are put between the others,
+For float32 and bfloat16: how many of 127 row counts change the first rows of a GEMM, with weights stored output-major
+(as torch.nn.Linear does) and input-major, and with underdraw's row-invariant `linear`, which pads rows where this
+processor needs it; and how often a weighted sum of values changes when zero-weight values are put between the others,
 by length of the sum.
 """
 
@@ -15,14 +15,14 @@ import argparse
 import torch
 import torch.nn.functional as F
 
-from underdraw.nn.row_invariant import block, fewest, linear, multiple
+from underdraw.nn.row_invariant import linear, min_rows, row_multiple, sum_block
 
 SHAPES = ((512, 1024), (512, 512), (512, 2816), (704, 512), (512, 4096))
 LENGTHS = (128, 192, 256, 384, 448, 512, 640)
 
 
 def differing_products(inputs: int, outputs: int, dtype: torch.dtype, order: str) -> int:
-    """Row counts from 2 to 128 at which the first two rows of a product differ from those of a product of 2 rows."""
+    """Row counts from 2 to 128 at which the first two rows of a product differ from those of a two-row product."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(outputs, inputs, generator=generator) * 0.05).to(dtype)
     if order != "output-major":
@@ -34,19 +34,19 @@ def differing_products(inputs: int, outputs: int, dtype: torch.dtype, order: str
 
 
 def differing_sums(length: int, dtype: torch.dtype, trials: int = 40) -> int:
-    """Trials in which a sum over values in contiguous places differs from the same sum with zeros between them."""
+    """Trials in which a sum over contiguous values differs from the same sum with zeros between them."""
     generator = torch.Generator().manual_seed(0)
     differing = 0
     for _ in range(trials):
         count = int(torch.randint(8, length, (1,), generator=generator))
-        place = torch.randperm(length, generator=generator)[:count].sort().values
+        index = torch.randperm(length, generator=generator)[:count].sort().values
         values = torch.randn(8, length, 65, generator=generator).to(dtype)
         weights = torch.rand(8, count, generator=generator).to(dtype)
         spread = torch.zeros(8, 33, length, dtype=dtype)
-        spread[:, 5, place] = weights
+        spread[:, 5, index] = weights
         packed = torch.zeros(8, 4, count, dtype=dtype)
         packed[:, 2] = weights
-        differing += not torch.equal((spread @ values)[:, 5], (packed @ values[:, place])[:, 2])
+        differing += not torch.equal((spread @ values)[:, 5], (packed @ values[:, index])[:, 2])
     return differing
 
 
@@ -56,7 +56,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {options.threads} thread(s)")
-    print(f"products have at least {fewest()} rows, a multiple of {multiple()}, sums {block(torch.float32, 2)} places")
+    block = sum_block(torch.float32, 2)
+    print(f"products have at least {min_rows()} rows, a multiple of {row_multiple()}; sums have {block} positions")
     for dtype in (torch.float32, torch.bfloat16):
         for inputs, outputs in SHAPES:
             counts = (

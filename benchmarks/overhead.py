@@ -28,7 +28,7 @@ from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.nn.kv_cache import KVCache
 from underdraw.nn.rope import Rope
-from underdraw.nn.transformer import Arch, Transformer
+from underdraw.nn.transformer import Arch
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
 from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, TargetOutput, VerifiedStep
@@ -107,7 +107,7 @@ def measure(nodes: int, codes: int, depth: int, width: int, repeats: int) -> dic
     output = session.forward(tree, steps)
     accepted_path = Exact().verify(tree, output.logits, noise_window)
     history, policy = History(layout), Adjacency()
-    cache = KVCache(Transformer(Arch(512, 10, 8, 1408, 16, Rope.one_axis(64), outputs=range(16))), 2, 1280)
+    cache = KVCache(Arch(512, 10, 8, 1408, 16, Rope.one_axis(64), outputs=range(16)), 2, 1280, torch.zeros(1))
     path = accepted_path.path[:, : int(accepted_path.length) + 1].repeat(2, 1)
     counts = (accepted_path.length + 1).repeat(2)
 

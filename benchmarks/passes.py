@@ -1,7 +1,7 @@
-"""What a target pass costs by the number of nodes, on this machine: `python benchmarks/passes.py`.
+"""Time target passes by their number of nodes on a CPU: `python benchmarks/passes.py`.
 
-The passes are those of a half-finished picture with guidance. The least and the median of several are shown: a busy
-machine moves the median.
+The passes are those of a half-finished image with guidance. Minimum and median of several are shown: a busy machine
+moves the median.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--nodes", type=int, nargs="+", default=NODES)
     parser.add_argument("--times", type=int, default=15, help="passes of each size")
-    given = parser.parse_args()
-    model = load_model(open_checkpoint(given.model), resolve_placement("cpu", "auto"))
+    options = parser.parse_args()
+    model = load_model(open_checkpoint(options.model), resolve_placement("cpu", "auto"))
     size = model.sizes[0]
     layout, target = model.make_layout(size), model.target
     session = target.open([model.make_prompt("a ghost", None, size)], layout, guidance=model.defaults.guidance)
@@ -34,18 +34,18 @@ def main() -> None:
     steps = torch.arange(layout.start, half).expand(rows, -1)
     drawn = torch.randint(layout.codes.start, layout.codes.stop, (1, steps.shape[1])).expand(rows, -1)
     counts = [steps.shape[1]] * rows
-    session.cache.append(target.net.embed(drawn), session.raster(steps), torch.tensor(counts), counts)
+    session.decoder.append(target.net.embed(drawn), session.rope_table(steps), torch.tensor(counts), counts)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {model.placement.dtype}, {rows} rows")
-    for count in given.nodes:
+    for count in options.nodes:
         tree = chain(torch.randint(layout.codes.start, layout.codes.stop, (1, count)))
         seconds = []
-        for _ in range(given.times):
-            began = time.perf_counter()
+        for _ in range(options.times):
+            start = time.perf_counter()
             session.forward(tree, torch.tensor([half]))
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start)
             session.cache.drop_nodes()
         print(
-            f"{count:3d} nodes  {1000 * min(seconds):6.1f} ms least  {1000 * statistics.median(seconds):6.1f} ms median"
+            f"{count:3d} nodes  {1000 * min(seconds):6.1f} ms min  {1000 * statistics.median(seconds):6.1f} ms median"
         )
 
 

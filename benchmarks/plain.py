@@ -25,7 +25,7 @@ def qwen(pipe: Pipeline) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=arch.vocab, hidden_size=arch.dim, intermediate_size=arch.ffn, num_hidden_layers=arch.layers,
-            num_attention_heads=arch.heads, num_key_value_heads=arch.groups, head_dim=arch.width,
+            num_attention_heads=arch.heads, num_key_value_heads=arch.num_kv_heads, head_dim=arch.head_width,
             max_position_embeddings=1024, bos_token_id=None, eos_token_id=None, pad_token_id=0,
         )
     ).eval()  # fmt: skip

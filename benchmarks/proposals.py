@@ -24,7 +24,7 @@ from underdraw.engine.decode import decode
 from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.nn.rope import Rope
-from underdraw.nn.row_invariant import input_major
+from underdraw.nn.row_invariant import to_input_major
 from underdraw.nn.target import DecoderTarget, apply_guidance
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import PrefillOutput, Prompt
@@ -63,7 +63,7 @@ def build(seed: int = 0) -> tuple[DecoderTarget, Blurred]:
             if parameter.ndim == 2:
                 scale = {"embedding.weight": 1.0, "head.weight": 0.42}.get(name, parameter.shape[1] ** -0.5)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    input_major(net)
+    to_input_major(net)
     target = DecoderTarget(net)
     return target, Blurred(target, error=torch.randn(CODES, 64, generator=generator) * 0.115)
 
@@ -89,9 +89,9 @@ def fit(
     tokens = torch.stack([torch.from_numpy(h.tokens) for h in histories])  # (B, steps)
     session = target.open([Prompt((0, 1 + i % 7)) for i in range(images)], LAYOUT, guidance=1.0)
     steps = torch.arange(tokens.shape[1]).expand_as(tokens)
-    x, cos_sin = target.net.embed(tokens), session.raster(steps)
+    x, cos_sin = target.net.embed(tokens), session.rope_table(steps)
     count = tokens.shape[1]
-    features = session.cache.append(x, cos_sin, torch.full((images,), count), [count] * images)[:, :-1].flatten(0, 1)
+    features = session.decoder.append(x, cos_sin, torch.full((images,), count), [count] * images)[:, :-1].flatten(0, 1)
     p, q = target.net.logits(features), drafter.blurred(features)  # (M, K)
     noise = gumbel(torch.arange(10_000, 10_000 + images), steps[:, 1:], CODES).flatten(0, 1)
     scores, columns = fast_topk(q.log_softmax(-1) + noise, branch)

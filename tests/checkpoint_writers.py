@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from vqgans import vqgan_shapes
+from vqgan_shapes import vqgan_shapes
 
 State = dict[str, Tensor]
 WORDS = "a red fox on the blue ice snow cat dog Generate an image of according to following prompt"

@@ -18,10 +18,10 @@ from underdraw.models.tiny import tiny_arch
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Transformer
 from underdraw.nn.weights import save_weights
-from underdraw.tokenizers.fsq import TokenizerArch, VQTokenizer, save_tokenizer
+from underdraw.tokenizers.fsq import FSQArch, FSQTokenizer, save_tokenizer
 from underdraw.tokenizers.text import TextTokenizer
 
-IMAGES = TokenizerArch(
+IMAGES = FSQArch(
     levels=(8, 8, 4), encoder_widths=(16, 16), encoder_blocks=(0, 1), decoder_widths=(16, 16), decoder_blocks=(1, 1)
 )
 SIDE = 6  # codes
@@ -42,7 +42,7 @@ def write(
     toy.randomise(net, 3, head=2.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        images = VQTokenizer(IMAGES)
+        images = FSQTokenizer(IMAGES)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "underdraw-tiny"}))
     save_tokenizer(folder / "tokenizer", images, {})

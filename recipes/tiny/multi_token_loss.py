@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from underdraw.layout import Layout
-from underdraw.nn.transformer import Transformer, causal
+from underdraw.nn.transformer import Transformer, causal_attention
 
 
 class Scorer(nn.Module):
@@ -20,8 +20,8 @@ class Scorer(nn.Module):
         self.net, self.prefix = net, prefix
         steps = torch.arange(layout.cells - 1)[None]
         rope = net.arch.rope
-        raster = rope.raster(layout, steps, torch.tensor([prefix]))
-        table = torch.cat([rope.prompt(prefix, torch.device("cpu"))[None], raster], dim=1)
+        raster = rope.image_rotation(layout, steps, torch.tensor([prefix]))
+        table = torch.cat([rope.prompt_rotation(prefix, torch.device("cpu"))[None], raster], dim=1)
         self.register_buffer("rotation", table, persistent=False)
 
     def features(self, text: Tensor, codes: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class Scorer(nn.Module):
         x = self.net.embed(tokens)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return self.net(x, self.rotation.expand(len(x), -1, -1, -1), causal)[:, self.prefix - 1 :]
+        return self.net(x, self.rotation.expand(len(x), -1, -1, -1), causal_attention)[:, self.prefix - 1 :]
 
     def told(self, features: Tensor, codes: Tensor) -> Tensor:
         """Cross-entropy of codes (B, cells) given features (B, cells, dim)."""

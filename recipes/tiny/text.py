@@ -14,7 +14,7 @@ from pathlib import Path
 
 from recipes.tiny.compose import BACKGROUND_PHRASES
 from recipes.tiny.data import STYLES, Pack
-from underdraw.tokenizers.text import FIRST_BYTE, FIRST_MERGE, TextTokenizer, normalize, pieces
+from underdraw.tokenizers.text import FIRST_BYTE, FIRST_MERGE, TextTokenizer, normalize, pre_tokenize
 from underdraw.training.command import run
 
 Pair = tuple[int, int]
@@ -22,10 +22,10 @@ Pair = tuple[int, int]
 
 def learn(texts: Iterable[str], size: int = 2048, merges: int = 512, max_length: int = 32) -> TextTokenizer:
     """A tokenizer of at most `size` ids, `merges` of them byte-pair merges; depends on nothing but the texts."""
-    counts = Counter(piece for text in texts for piece in pieces(normalize(text)))
+    counts = Counter(piece for text in texts for piece in pre_tokenize(normalize(text)))
     learned = learn_merges(counts, merges)
     speller = TextTokenizer(learned)
-    words = [word for word in counts if len(speller.spell(word)) > 1]
+    words = [word for word in counts if len(speller.encode_piece(word)) > 1]
     words.sort(key=lambda word: (-counts[word], word))
     return TextTokenizer(learned, words[: max(0, size - FIRST_MERGE - len(learned))], max_length)
 

@@ -42,7 +42,7 @@ from underdraw.nn.weights import load_weights, save_weights
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Prompt
 from underdraw.sampling import Sampler
-from underdraw.tokenizers.fsq import VQTokenizer, load_tokenizer
+from underdraw.tokenizers.fsq import FSQTokenizer, load_tokenizer
 from underdraw.tokenizers.text import TextTokenizer
 from underdraw.training.checkpoint import load_state
 from underdraw.training.command import run, trainer_parser
@@ -125,7 +125,7 @@ class Trainer:
     """One run: the decoder, its average, two optimisers and the loop."""
 
     def __init__(
-        self, net: Transformer, layout: Layout, text: TextTokenizer, tokenizer: VQTokenizer, painter: Painter,
+        self, net: Transformer, layout: Layout, text: TextTokenizer, tokenizer: FSQTokenizer, painter: Painter,
         composer: Composer, options: ModelTraining,
     ) -> None:  # fmt: skip
         self.options, self.layout, self.text, self.painter, self.composer = options, layout, text, painter, composer

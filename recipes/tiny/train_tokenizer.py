@@ -25,7 +25,7 @@ from recipes.tiny.compose import COLOURS, Composer, Painter, Recipe, Scenes
 from recipes.tiny.data import Pack
 from recipes.tiny.lpips import LPIPS
 from underdraw.images import contact_sheet, pixels_to_images
-from underdraw.tokenizers.fsq import TokenizerArch, VQTokenizer, load_tokenizer, save_tokenizer
+from underdraw.tokenizers.fsq import FSQArch, FSQTokenizer, load_tokenizer, save_tokenizer
 from underdraw.training.checkpoint import load_state
 from underdraw.training.command import run, trainer_parser
 from underdraw.training.optim import follow
@@ -33,7 +33,7 @@ from underdraw.training.trainer import spend
 
 log = logging.getLogger(__name__)
 
-SMOKE_ARCH = TokenizerArch(
+SMOKE_ARCH = FSQArch(
     encoder_widths=(16, 32, 32, 48),
     encoder_blocks=(0, 1, 1, 1),
     decoder_widths=(48, 32, 32, 16),
@@ -107,7 +107,7 @@ class Evaluator:
         return first, second
 
     @torch.no_grad()
-    def measure(self, model: VQTokenizer, sheet: Path | None = None) -> Quality:
+    def measure(self, model: FSQTokenizer, sheet: Path | None = None) -> Quality:
         """Quality of a model, and a contact sheet with originals above reconstructions if asked for."""
         device = self.painter.device
         psnr, l1, lpips, codes, shown = [], [], [], [], []
@@ -138,7 +138,7 @@ class Evaluator:
             repeated=self._repeated(model),
         )
 
-    def _kept(self, model: VQTokenizer) -> float:
+    def _kept(self, model: FSQTokenizer) -> float:
         """A cell that looks the same on two backgrounds is covered by the sprite; does it also keep its code?"""
         first, second = self._twins
         same = (first == second).all(1)  # (B, H, W)
@@ -147,7 +147,7 @@ class Evaluator:
             agree = model.encode(first) == model.encode(second)
         return (agree & covered).sum().item() / max(1, covered.sum().item())
 
-    def _repeated(self, model: VQTokenizer) -> float:
+    def _repeated(self, model: FSQTokenizer) -> float:
         """On the twins, which have plain backgrounds."""
         first, _ = self._twins
         with _autocast(self.painter.device):
@@ -194,7 +194,7 @@ class Trainer:
     """One run: a model, its average, and the loop."""
 
     def __init__(
-        self, model: VQTokenizer, composer: Composer, painter: Painter, lpips: LPIPS | None, options: TokenizerTraining
+        self, model: FSQTokenizer, composer: Composer, painter: Painter, lpips: LPIPS | None, options: TokenizerTraining
     ) -> None:
         self.options, self.composer, self.painter = options, composer, painter
         self.device = painter.device
@@ -325,12 +325,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=options.seed,
     )
     arch = dataclasses.replace(
-        SMOKE_ARCH if options.smoke else TokenizerArch(), levels=tuple(options.levels),
+        SMOKE_ARCH if options.smoke else FSQArch(), levels=tuple(options.levels),
         encoder_norm=options.encoder_norm, encoder_padding=options.encoder_padding,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU, the same for every device
         torch.manual_seed(options.seed)
-        model = VQTokenizer(arch)
+        model = FSQTokenizer(arch)
     known: dict[str, Any] = {}
     state = load_state(options.out)
     if (options.out / "model-0.safetensors").exists():

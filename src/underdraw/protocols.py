@@ -19,7 +19,7 @@ from underdraw.sampling import NoiseWindow
 from underdraw.tree import AcceptedPath, DraftTree, Proposal, TreeLimits
 
 if TYPE_CHECKING:
-    from underdraw.nn.attention import Kernel
+    from underdraw.nn.attention import AttentionBackend
     from underdraw.nn.layer_functions import LayerFunctions
 
 Prefix = tuple[int, ...] | Tensor
@@ -86,7 +86,7 @@ class PassConfig:
     proposal: Proposal
     span_multiple: int  # the number of KV cache slots that attention reads is rounded up to a multiple of this
     layer_functions: LayerFunctions
-    kernel: Kernel  # of attention
+    attention_backend: AttentionBackend
 
 
 class TreePolicy(Protocol):

@@ -308,9 +308,9 @@ def fast_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     these. The index of a score of -inf is arbitrary.
     """
     if count <= _KERNEL_MAX_K and _fits_kernel(scores):
-        from underdraw.kernels.topk import top
+        from underdraw.kernels.topk import topk
 
-        return top(scores, count)
+        return topk(scores, count)
     columns, rest = divmod(scores.shape[-1], _FOLD_ROWS)
     if rest or columns < 4 * count:
         return scores.topk(count, dim=-1)

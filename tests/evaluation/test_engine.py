@@ -173,9 +173,9 @@ def test_costs_of_captured_passes_are_measured_once_and_stored(
 
 
 def test_the_fastest_way_to_attend() -> None:
-    times = {"compiled, fused": {"1": 5.0, "64": 6.0}, "compiled, split": {"1": 4.0, "64": 6.5}}
-    assert fastest(times) == "split"
-    assert fastest({**times, "compiled, split": {"error": "no triton"}}) == "fused"
+    times = {"compiled, sdpa": {"1": 5.0, "64": 6.0}, "compiled, tree": {"1": 4.0, "64": 6.5}}
+    assert fastest(times) == "tree"
+    assert fastest({**times, "compiled, tree": {"error": "no triton"}}) == "sdpa"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Why the matrix holds: on a CPU a node's bits do not depend on how many others are computed beside it.
+"""What exact decoding rests on: on a CPU the bits of a node do not depend on the other nodes of its pass.
 
-Invariant 4 is here too: after a commit the cache is contiguous and equals a fresh prefill of the committed tokens.
+Also: after a commit the KV cache is contiguous and equals a fresh prefill of the committed tokens.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ import toy
 
 from underdraw.drafters.small_model import SmallModel
 from underdraw.layout import Layout
-from underdraw.nn import row_invariant as rounding
-from underdraw.nn.attention import AttentionMask, attend_cpu, windows
-from underdraw.nn.kv_cache import KVCache
+from underdraw.nn import row_invariant
+from underdraw.nn.attention import AttentionMask, attend_cpu, slot_blocks
+from underdraw.nn.cached_decoder import CachedDecoder
 from underdraw.nn.rope import Rope
 from underdraw.nn.row_invariant import (
     Linear,
     PackedLinear,
     RowInvariance,
-    block,
-    input_major,
     pack_weights,
     padded_rows,
+    sum_block,
+    to_input_major,
 )
 from underdraw.nn.target import DecoderSession, DecoderTarget
-from underdraw.nn.transformer import Arch, Transformer
+from underdraw.nn.transformer import Arch, Transformer, causal_attention
 from underdraw.plan import MAX_NODES
 from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.confidence import Confidence
 from underdraw.protocols import Prompt
 from underdraw.registry import policies
 from underdraw.tree import ancestor_mask
+
+ROW_COUNTS = (1, 2, 3, 5, 7, 16, 21, 33, 64, 121, 128)
 
 
 @pytest.fixture(params=[1, 2, 3], ids=["one-thread", "two-threads", "three-threads"])
@@ -48,90 +50,88 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 128), (512, 1536), (512, 4096), (688, 256), (1408, 512)])
-def test_a_row_of_a_product_does_not_depend_on_the_other_rows(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+def test_linear_is_row_invariant(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and torch.get_num_threads() > 2:
-        pytest.skip("without bf16 units, more threads round bf16 products by the number of rows")
+        pytest.skip("without bf16 instructions, bf16 GEMMs on more threads are not row-invariant")
     layer = Linear(inputs, outputs, bias=True, dtype=dtype).requires_grad_(False)
-    input_major(layer)
+    to_input_major(layer)
     x = torch.randn(200, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.no_grad():
-        everything = layer(x)
+        all_rows = layer(x)
         expected = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-        assert torch.allclose(everything.double(), expected, atol=1e-4 if dtype == torch.float32 else 0.03)
-        for count in (1, 2, 3, 5, 7, 16, 21, 33, 64, 121, 128):
-            assert torch.equal(layer(x[:count]), everything[:count]), count
-            assert torch.equal(layer(x[-count:]), everything[-count:]), count
+        assert torch.allclose(all_rows.double(), expected, atol=1e-4 if dtype == torch.float32 else 0.03)
+        for count in ROW_COUNTS:
+            assert torch.equal(layer(x[:count]), all_rows[:count]), count
+            assert torch.equal(layer(x[-count:]), all_rows[-count:]), count
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 128), (512, 1536), (512, 2816), (688, 256), (1408, 512)])
 @torch.no_grad()
-def test_panels_give_the_bits_of_input_major_matrices(inputs: int, outputs: int) -> None:
-    """For any number of rows; and the state dict holds the matrix as it was."""
-    layer, other = (PackedLinear(inputs, outputs).requires_grad_(False) for _ in range(2))
-    other.load_state_dict(layer.state_dict())
-    before = layer.weight.clone()
-    pack_weights(layer)
-    input_major(other)
-    assert layer.weight.shape == (outputs // 32, inputs, 32)
-    assert torch.equal(layer.state_dict()["weight"], before)
+def test_packed_weights_give_the_bits_of_input_major_ones(inputs: int, outputs: int) -> None:
+    """For any number of rows; the state dict holds the matrix unpacked."""
+    packed, input_major = (PackedLinear(inputs, outputs).requires_grad_(False) for _ in range(2))
+    input_major.load_state_dict(packed.state_dict())
+    original = packed.weight.clone()
+    pack_weights(packed)
+    to_input_major(input_major)
+    assert packed.weight.shape == (outputs // 32, inputs, 32)
+    assert torch.equal(packed.state_dict()["weight"], original)
     x = torch.randn(128, inputs, generator=torch.Generator().manual_seed(0))
-    everything = other(x)
-    for count in (1, 2, 3, 5, 7, 16, 21, 33, 64, 121, 128):
-        assert torch.equal(layer(x[:count]), everything[:count]), count
+    all_rows = input_major(x)
+    for count in ROW_COUNTS:
+        assert torch.equal(packed(x[:count]), all_rows[:count]), count
     with torch.enable_grad():
-        assert torch.allclose(layer(x), everything, atol=1e-4)
-    pack_weights(layer.to(torch.bfloat16))
-    assert layer.weight.shape == (outputs, inputs)
+        assert torch.allclose(packed(x), all_rows, atol=1e-4)
+    pack_weights(packed.to(torch.bfloat16))
+    assert packed.weight.shape == (outputs, inputs)
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 30])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 @torch.no_grad()
-def test_queries_do_not_depend_on_the_other_queries(heads: int, rows: int) -> None:
-    """A query with zeros between what it sees, in the midst of others, against the same one alone, block by block."""
+def test_cpu_attention_is_row_invariant(heads: int, rows: int) -> None:
+    """Queries of a chain whose nodes have others between them in the cache, against each query alone."""
     generator = torch.Generator().manual_seed(0)
-    width, size = 16, block(torch.float32, heads)
+    width, size = 16, sum_block(torch.float32, heads)
     committed, nodes = 2 * size - 40, MAX_NODES
     length = 2 * size + nodes
     keys = torch.randn(width, heads, length, generator=generator).movedim(0, 1)
     values = torch.randn(heads, length, width + 1, generator=generator)
     values[..., width] = 1
     queries = torch.randn(1, rows, heads, width, generator=generator)
-    path = torch.randperm(nodes, generator=generator)[:rows].sort().values  # the nodes of a chain, others between them
+    path = torch.randperm(nodes, generator=generator)[:rows].sort().values  # the nodes of the chain
     bias = torch.full((1, rows, length), -torch.inf)
     bias[:, :, :committed] = 0
     depths = torch.zeros(1, nodes, dtype=torch.int64)
     for depth, node in enumerate(path.tolist()):
         bias[:, depth:, committed + node] = 0
         depths[:, node:] = depth
-    parts = windows(torch.tensor([committed]), depths, nodes - 1, committed, length, heads, size)
-    together = attend_cpu(queries, keys, values, AttentionMask.of(bias, parts, heads, heads))
-    chosen = torch.cat([torch.arange(committed), committed + path])
+    blocks = slot_blocks(torch.tensor([committed]), depths, nodes - 1, committed, length, heads, size)
+    together = attend_cpu(queries, keys, values, AttentionMask.for_cpu(bias, blocks, heads, heads))
+    chain_slots = torch.cat([torch.arange(committed), committed + path])
     for row in range(rows):
         end = committed + row + 1
-        seen = chosen[:end]
-        plain = windows(torch.tensor([end - 1]), depths[:, :1], 0, end - 1, end, heads, size)
-        own_bias = torch.zeros(1, 1, end)
-        alone = attend_cpu(
-            queries[:, row : row + 1],
-            keys[:, :, seen],
-            values[:, seen],
-            AttentionMask.of(own_bias, plain, heads, heads),
-        )
+        slots = chain_slots[:end]
+        blocks = slot_blocks(torch.tensor([end - 1]), depths[:, :1], 0, end - 1, end, heads, size)
+        mask = AttentionMask.for_cpu(torch.zeros(1, 1, end), blocks, heads, heads)
+        alone = attend_cpu(queries[:, row : row + 1], keys[:, :, slots], values[:, slots], mask)
         assert torch.equal(alone[0, 0], together[0, row])
 
 
-@pytest.mark.parametrize("way", [RowInvariance(2, 1, 256), RowInvariance(4, 4, 64), RowInvariance(16, 16, 64)], ids=str)
-def test_whatever_a_machine_needs_is_done(way: RowInvariance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows and shorter blocks than this machine needs change nothing about the pictures."""
-    here = rounding._tried(torch.get_num_threads())
-    if way[:2] < here[:2] or way.block > here.block:
-        pytest.skip(f"this machine needs {here}")
-    monkeypatch.setattr(rounding, "_tried", lambda threads: way)
-    assert padded_rows(1, torch.float32) == way.fewest
-    assert padded_rows(way.fewest + 1, torch.float32) == way.fewest + way.multiple
+RULES = (RowInvariance(2, 1, 256), RowInvariance(4, 4, 64), RowInvariance(16, 16, 64))
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_stricter_rules_draw_the_same_images(rules: RowInvariance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows and shorter blocks than this processor needs."""
+    probed = row_invariant._probe(torch.get_num_threads())
+    if rules[:2] < probed[:2] or rules.sum_block > probed.sum_block:
+        pytest.skip(f"this processor needs {probed}")
+    monkeypatch.setattr(row_invariant, "_probe", lambda threads: rules)
+    assert padded_rows(1, torch.float32) == rules.min_rows
+    assert padded_rows(rules.min_rows + 1, torch.float32) == rules.min_rows + rules.row_multiple
     assert padded_rows(5, torch.bfloat16) == 8
     of = toy.target(5)
     settings: dict[str, Any] = {"layout": Layout(20, 20, toy.CODES), "seeds": (3,), "guidance": 3.0}
@@ -145,14 +145,14 @@ ARCHES = {
     "layer-qk-norm": toy.arch(qk_norm="layer", qk_norm_heads="per_head"),
     "rms-qk-norm": toy.arch(qk_norm="rms"),
     "post-norm": toy.arch(norm="post"),
-    "two-axes-interleaved-zero-prefix": toy.arch(rope=Rope((0, 2, 2), pairing="interleaved", prefix="zero")),
+    "two-axes-interleaved-zero-prompt": toy.arch(rope=Rope((0, 2, 2), pairing="interleaved", rotate_prompt=False)),
     "three-axes": toy.arch(rope=Rope((2, 1, 1))),
 }
 
 
 @pytest.mark.parametrize("name", ARCHES)
 def test_every_architecture_is_exact(name: str) -> None:
-    """The settings of the one decoder, against plain decoding of the same weights."""
+    """Speculative against plain decoding of the same weights."""
     of = toy.target(4, ARCHES[name])
     settings: dict[str, Any] = {"layout": toy.ROW_ENDS, "seeds": (1, 2), "guidance": 2.0}
     expected = toy.plain(of, **settings)
@@ -161,19 +161,19 @@ def test_every_architecture_is_exact(name: str) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_long_images_cross_blocks_of_keys() -> None:
-    """Sums over more than one block of keys, trees that straddle a border, and a prompt of its own length."""
+def test_images_longer_than_a_sum_block_are_exact() -> None:
+    """Attention sums over several blocks, trees that span two blocks, and prompts of different lengths."""
     layout = Layout(20, 20, toy.CODES)
     of = toy.target(5)
     settings: dict[str, Any] = {"layout": layout, "seeds": (3, 4), "guidance": 3.0}
     expected = toy.plain(of, **settings)
     tokens, histories, _ = toy.run(of, SmallModel(of), Adjacency(nodes=64), **settings)
     assert torch.equal(tokens, expected)
-    assert histories[0].tokens_per_pass > 5, "long paths are what this is about"
+    assert histories[0].tokens_per_pass > 5, "the test needs long accepted paths"
 
 
-def test_one_head_of_keys_alone_and_in_a_batch() -> None:
-    """Threads share the sums of a single head; a picture must not depend on whether others are drawn beside it."""
+def test_single_kv_head_is_exact_alone_and_in_a_batch() -> None:
+    """Threads share the sums of a single KV head; an image must not depend on the others of its batch."""
     of = toy.target(5, toy.arch(kv_heads=1))
     settings: dict[str, Any] = {"layout": Layout(20, 20, toy.CODES), "guidance": 1.0}
     together = toy.plain(of, seeds=(3, 4), **settings)
@@ -181,8 +181,8 @@ def test_one_head_of_keys_alone_and_in_a_batch() -> None:
     assert torch.equal(toy.run(of, SmallModel(of), Adjacency(nodes=64), seeds=(3,), **settings)[0], together[:1])
 
 
-def test_text_features_as_prefix() -> None:
-    """A prompt of features through a projection, of a different length in every row."""
+def test_projected_text_features_are_exact() -> None:
+    """Prompts of text features through a projection, of a different length in every row."""
     projection = torch.nn.Linear(12, 32).requires_grad_(False)
     of = DecoderTarget(toy.target(6).net, projection=projection)
     generator = torch.Generator().manual_seed(1)
@@ -193,7 +193,7 @@ def test_text_features_as_prefix() -> None:
 
 @pytest.mark.parametrize("policy", ["chain", "confidence", "static", "adjacency:init=both"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_bf16_is_exact_too(policy: str, temperature: float) -> None:
+def test_bf16_is_exact(policy: str, temperature: float) -> None:
     of = toy.target(7, dtype=torch.bfloat16)
     settings: dict[str, Any] = {"seeds": (1, 2), "guidance": 2.0, "temperature": temperature}
     assert torch.equal(toy.run(of, SmallModel(of), policies.build(policy), **settings)[0], toy.plain(of, **settings))
@@ -202,28 +202,29 @@ def test_bf16_is_exact_too(policy: str, temperature: float) -> None:
 def net() -> Transformer:
     module = Transformer(Arch(32, 3, 4, 48, 40, Rope.one_axis(8), kv_heads=2, outputs=toy.CODES)).eval()
     toy.randomise(module, 3)
-    input_major(module)
+    to_input_major(module)
     return module
 
 
 @torch.no_grad()
-def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill() -> None:
+def test_cache_after_a_commit_equals_a_fresh_prefill() -> None:
     """Random trees and paths, two rows of different length: keys, values and lengths, bit for bit."""
     module = net()
     generator = torch.Generator().manual_seed(2)
     layout, rope = Layout(16, 16, toy.CODES), module.arch.rope
 
     def cos_sin(steps: torch.Tensor) -> torch.Tensor:
-        return rope.cos_sin(rope.raster(layout, steps, torch.zeros(len(steps), dtype=torch.int64)), torch.float32)
+        rotation = rope.image_rotation(layout, steps, torch.zeros(len(steps), dtype=torch.int64))
+        return rope.cos_sin(rotation, torch.float32)
 
     for _ in range(20):
-        cache = KVCache(module, 2, 700)
+        decoder = CachedDecoder(module, 2, 700)
+        cache = decoder.cache
         lengths = torch.randint(1, 600, (2,), generator=generator).tolist()
         tokens = torch.randint(4, 36, (2, 600), generator=generator)
-
         longest = max(lengths)
-        split_cos_sin = cos_sin(torch.arange(longest).expand(2, -1))
-        cache.append(module.embed(tokens[:, :longest]), split_cos_sin, torch.tensor(lengths), lengths)
+        prompt_cos_sin = cos_sin(torch.arange(longest).expand(2, -1))
+        decoder.append(module.embed(tokens[:, :longest]), prompt_cos_sin, torch.tensor(lengths), lengths)
         nodes = int(torch.randint(6, 60, (1,), generator=generator))
         parents = [-1, *(int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes))]
         path = [nodes - 1]
@@ -233,55 +234,54 @@ def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill() -> None:
         for node in range(1, nodes):
             depths[node] = depths[parents[node]] + 1
         tree_tokens = torch.randint(4, 36, (2, nodes), generator=generator)
-        places = torch.tensor(lengths)[:, None] + depths
-        above = ancestor_mask(torch.tensor([parents]), nodes).expand(2, -1, -1)
-        cache.append_nodes(module.embed(tree_tokens), cos_sin(places), depths.expand(2, -1), above)
+        steps = torch.tensor(lengths)[:, None] + depths
+        ancestors = ancestor_mask(torch.tensor([parents]), nodes).expand(2, -1, -1)
+        decoder.append_nodes(module.embed(tree_tokens), cos_sin(steps), depths.expand(2, -1), ancestors)
         count = len(path)
         cache.compact(torch.tensor([path, path]), torch.tensor([count, count]), [count, count])
         for row, length in enumerate(lengths):
-            whole = torch.cat([tokens[row, :length], tree_tokens[row, path]])[None]
-            fresh = KVCache(module, 1, 700)
-            steps = torch.arange(length + count)[None]
-            fresh.append(module.embed(whole), cos_sin(steps), torch.tensor([length + count]), [length + count])
-            assert cache.host_lengths[row] == length + count == int(cache.length[row])
-            assert torch.equal(cache.keys[:, row, :, : length + count], fresh.keys[:, 0, :, : length + count])
-            assert torch.equal(cache.values[:, row, :, : length + count], fresh.values[:, 0, :, : length + count])
+            total = length + count
+            committed = torch.cat([tokens[row, :length], tree_tokens[row, path]])[None]
+            fresh = CachedDecoder(module, 1, 700)
+            steps = torch.arange(total)[None]
+            fresh.append(module.embed(committed), cos_sin(steps), torch.tensor([total]), [total])
+            assert cache.host_lengths[row] == total == int(cache.length[row])
+            assert torch.equal(cache.keys[:, row, :, :total], fresh.cache.keys[:, 0, :, :total])
+            assert torch.equal(cache.values[:, row, :, :total], fresh.cache.values[:, 0, :, :total])
 
 
 @torch.no_grad()
-def test_the_decoder_equals_a_plain_one() -> None:
-    """Stream and attention against whole-sequence causal attention, which shares none of their code."""
-    from underdraw.nn.transformer import causal
-
+def test_cached_decoder_equals_causal_attention() -> None:
+    """Against attention over the whole sequence, which shares none of the cache's code."""
     module = net()
     tokens = torch.randint(4, 36, (2, 50), generator=torch.Generator().manual_seed(3))
     steps = torch.arange(50).expand(2, 50)
-    rotation = module.arch.rope.raster(Layout(16, 16, toy.CODES), steps, torch.zeros(2, dtype=torch.int64))
-    cache = KVCache(module, 2, 64)
+    rotation = module.arch.rope.image_rotation(Layout(16, 16, toy.CODES), steps, torch.zeros(2, dtype=torch.int64))
+    decoder = CachedDecoder(module, 2, 64)
     cos_sin = module.arch.rope.cos_sin(rotation, torch.float32)
-    ours = cache.append(module.embed(tokens), cos_sin, torch.tensor([50, 50]), [50, 50])
-    assert torch.allclose(ours, module(module.embed(tokens), rotation, causal), atol=1e-5)
+    features = decoder.append(module.embed(tokens), cos_sin, torch.tensor([50, 50]), [50, 50])
+    assert torch.allclose(features, module(module.embed(tokens), rotation, causal_attention), atol=1e-5)
 
 
 @torch.no_grad()
-def test_guidance() -> None:
-    """u + s (c - u); at 1 the unconditional row is not even there."""
+def test_guidance_formula() -> None:
+    """u + s (c - u); with guidance 1 there is no unconditional row."""
     of, prompts = toy.target(8), toy.prompts(1)
     cond = DecoderSession(of, prompts, toy.PLAIN, 1.0).prefill.logits
     uncond = DecoderSession(of, [Prompt(prompts[0].unconditional or ())], toy.PLAIN, 1.0).prefill.logits
-    apply_guidance = DecoderSession(of, prompts, toy.PLAIN, 3.0).prefill.logits
-    assert torch.allclose(apply_guidance, uncond + 3.0 * (cond - uncond), atol=1e-5)
+    guided = DecoderSession(of, prompts, toy.PLAIN, 3.0).prefill.logits
+    assert torch.allclose(guided, uncond + 3.0 * (cond - uncond), atol=1e-5)
     assert DecoderSession(of, prompts, toy.PLAIN, 1.0).cache.length.shape == (1,)
 
 
-def test_weights_can_be_loaded_into_panels() -> None:
-    """A checkpoint holds plain matrices; a net that is arranged already takes them up and stays arranged."""
-    first, second = (toy.target(seed=seed).net for seed in (1, 2))
-    for net in (first, second):
-        pack_weights(net)
-    assert first.blocks[0].qkv.weight.ndim == 3  # type: ignore[union-attr]
-    second.load_state_dict(first.state_dict())
-    for one, other in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(one, other)
-    input_major(second)
-    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+def test_state_dict_loads_into_packed_weights() -> None:
+    """A checkpoint holds plain matrices; a packed net loads them and stays packed."""
+    source, packed = (toy.target(seed=seed).net for seed in (1, 2))
+    for module in (source, packed):
+        pack_weights(module)
+    assert source.blocks[0].qkv.weight.ndim == 3  # type: ignore[union-attr]
+    packed.load_state_dict(source.state_dict())
+    for loaded, expected in zip(packed.parameters(), source.parameters(), strict=True):
+        assert torch.equal(loaded, expected)
+    to_input_major(packed)
+    assert all(torch.equal(value, packed.state_dict()[name]) for name, value in source.state_dict().items())

@@ -20,7 +20,7 @@ from underdraw.drafters.small_model import SmallModel
 from underdraw.engine.compile import compiled_layer_functions
 from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 from underdraw.errors import ConfigError
-from underdraw.nn.layer_functions import PLAIN
+from underdraw.nn.layer_functions import EAGER
 from underdraw.nn.transformer import DecoderLayer
 from underdraw.plan import BUCKET_SIZES, MAX_NODES, TreePlan, bucket_size
 from underdraw.protocols import Prompt
@@ -151,7 +151,7 @@ def test_regions_are_compiled_once_for_all_layers() -> None:
     compiled_layer_functions("eager")  # says what of it is constant
     counter = torch._dynamo.testing.CompileCounter()
     with torch.inference_mode():
-        between = torch.compile(PLAIN.between, fullgraph=True, backend=counter)
+        between = torch.compile(EAGER.layer_to_layer, fullgraph=True, backend=counter)
         net = toy.target(architecture=toy.arch(layers=4)).net
         caches = torch.zeros(2, 4, 2 * 4 * 64, 8)
         for count in (1, 8, 1, 64, 16):
@@ -161,7 +161,7 @@ def test_regions_are_compiled_once_for_all_layers() -> None:
                 given = (block, after, x, x, turn, keys, values, slots)
                 found = between(*given)
                 written = caches.clone()
-                for one, other in zip(found, PLAIN.between(*given), strict=True):
+                for one, other in zip(found, EAGER.layer_to_layer(*given), strict=True):
                     assert torch.equal(one, other)
                 assert torch.equal(caches, written)
     assert counter.frame_count == 2, "one compilation for one node, one for more"
@@ -181,9 +181,9 @@ def test_prompts_are_not_compiled() -> None:
 
     def leave(block: DecoderLayer, norm: torch.nn.Module, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         sizes.add(x.shape[1])
-        return PLAIN.leave(block, norm, x, attended)
+        return EAGER.finish_last_layer(block, norm, x, attended)
 
-    kept = graphs(layer_functions=replace(PLAIN, leave=leave))
+    kept = graphs(layer_functions=replace(EAGER, finish_last_layer=leave))
     for own in (toy.eagle(of, above=True), toy.block(of)):
         for length in (5, 6, 7, 9):
             rows = [Prompt((0,) * length, (0, 3))]

@@ -6,10 +6,10 @@ import gc
 import itertools
 from typing import Any
 
-import attending
+import attention_cases
 import captured
 import pytest
-import selecting
+import topk_cases
 import torch
 import toy
 
@@ -17,7 +17,7 @@ from underdraw.engine.compile import compiled_layer_functions
 from underdraw.engine.cuda_graphs import GraphCache, GraphRunner
 from underdraw.engine.decode import decode
 from underdraw.history import History
-from underdraw.nn.attention import Kernel
+from underdraw.nn.attention import AttentionBackend
 from underdraw.plan import SIZES
 from underdraw.registry import policies
 from underdraw.sampling import Sampler
@@ -36,10 +36,11 @@ def test_graphs_equal_plain(name: str, policy: str, batch: str, layout: str) -> 
 
 
 @pytest.mark.parametrize("smallest", SIZES)
-@pytest.mark.parametrize("kernel", ["fused", "products", "split"])
-def test_every_bucket(smallest: int, kernel: Kernel) -> None:
+@pytest.mark.parametrize("backend", ["sdpa", "matmul", "tree"])
+def test_every_bucket(smallest: int, backend: AttentionBackend) -> None:
     of = toy.target(architecture=toy.arch(dim=64), device="cuda")  # heads as wide as a matrix unit needs them
-    captured.check(of, GraphCache(min_bucket=smallest, kernel=kernel), "forced", "none", seeds=(3,), guidance=2.0)
+    graphs = GraphCache(min_bucket=smallest, attention_backend=backend)
+    captured.check(of, graphs, "forced", "none", seeds=(3,), guidance=2.0)
 
 
 def test_eight_pictures_at_once() -> None:
@@ -57,8 +58,9 @@ def test_eight_pictures_at_once() -> None:
 def test_split_attention_is_attention(dtype: torch.dtype) -> None:
     from underdraw.kernels.tree_attention import tree_attention
 
-    for case in attending.CASES:
-        attending.check(case, tree_attention, torch.device("cuda"), dtype, 1e-4 if dtype == torch.float32 else 3e-2)
+    for case in attention_cases.CASES:
+        tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+        attention_cases.check_attention(case, tree_attention, torch.device("cuda"), dtype, tolerance)
 
 
 @pytest.mark.parametrize("options", [{"kv_heads": 2}, {"qk_norm": "layer", "qk_norm_heads": "per_head"}], ids=str)
@@ -151,6 +153,6 @@ def test_graphs_that_nobody_holds_do_not_spoil_a_capture() -> None:
         gc.set_threshold(*threshold)
 
 
-@pytest.mark.parametrize(("rows", "columns", "k"), [(64, 16384, 1000), *selecting.CASES])
+@pytest.mark.parametrize(("rows", "columns", "k"), [(64, 16384, 1000), *topk_cases.CASES])
 def test_selection_is_that_of_torch(rows: int, columns: int, k: int) -> None:
-    selecting.check(rows, columns, k, torch.device("cuda"))
+    topk_cases.check_topk(rows, columns, k, torch.device("cuda"))

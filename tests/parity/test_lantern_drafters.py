@@ -11,7 +11,7 @@ import checkpoint_writers
 import numpy as np
 import parity_cases
 import pytest
-import reference
+import reference_networks as reference
 import torch
 from parity_cases import ParityCase
 from torch import Tensor

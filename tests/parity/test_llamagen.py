@@ -9,7 +9,7 @@ from typing import Any
 import checkpoint_writers
 import parity_cases
 import pytest
-import reference
+import reference_networks as reference
 import torch
 from parity_cases import ParityCase
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
 from underdraw.models.imagenet_classes import class_names
 from underdraw.models.t5_text import clean_caption, strip_markup
-from underdraw.nn.kv_cache import KVCache
+from underdraw.nn.cached_decoder import CachedDecoder
 
 HEADS, SIDE = checkpoint_writers.LLAMAGEN["heads"], 4
 
@@ -149,9 +149,9 @@ def test_padding_stays_zero_in_every_layer(t2i: ParityCase) -> None:
     hidden = reference.llamagen_hidden(t2i.reference, prefix, table, HEADS, reference.llamagen_visible(mask, 120))
     assert all(not layer[~mask].any() for layer in hidden)
     x = t2i.model.target.projection(rows)[None]
-    cos_sin = net.arch.rope.cos_sin(net.arch.rope.prompt(116, x.device), x.dtype)[None]
+    cos_sin = net.arch.rope.cos_sin(net.arch.rope.prompt_rotation(116, x.device), x.dtype)[None]
     with torch.no_grad():
-        padding = KVCache(net, 1, 256).append(x[:, :116], cos_sin, torch.tensor([116]), [116])
+        padding = CachedDecoder(net, 1, 256).append(x[:, :116], cos_sin, torch.tensor([116]), [116])
     assert not padding.any()
 
 

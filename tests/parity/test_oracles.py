@@ -7,7 +7,7 @@ from pathlib import Path
 
 import checkpoint_writers
 import pytest
-import reference
+import reference_networks as reference
 import torch
 from parity_cases import ParityCase
 
@@ -19,7 +19,7 @@ from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import ImageSize, SamplingDefaults
 from underdraw.nn.rope import Rope
 from underdraw.nn.target import apply_guidance
-from underdraw.nn.transformer import Arch, Transformer, causal
+from underdraw.nn.transformer import Arch, Transformer, causal_attention
 from underdraw.plan import TreePlan
 from underdraw.policies.fixed import Static
 from underdraw.sampling import Sampler
@@ -80,10 +80,10 @@ def test_lumina_side_from_its_name(name: str, side: int) -> None:
 @pytest.mark.parametrize("side", [16, 24, 32])
 def test_llamagen_rope_table(side: int) -> None:
     """120 zero rows, no rotation of the first cell, and rotation of the first 16 pairs alone in row 1, column 0."""
-    rope = Rope((0, 16, 16), pairing="interleaved", prefix="zero")
-    assert not rope.prompt(120, torch.device("cpu")).any()
+    rope = Rope((0, 16, 16), pairing="interleaved", rotate_prompt=False)
+    assert not rope.prompt_rotation(120, torch.device("cpu")).any()
     layout = Layout(side, side, range(16384))
-    table = rope.raster(layout, torch.arange(side * side)[None], torch.zeros(1, dtype=torch.int64))[0]
+    table = rope.image_rotation(layout, torch.arange(side * side)[None], torch.zeros(1, dtype=torch.int64))[0]
     assert torch.equal(table[0, 0], torch.ones(32)) and not table[0, 1].any()
     rates = 10000.0 ** (-torch.arange(16) / 16)
     torch.testing.assert_close(table[side, 1], torch.cat([rates.sin(), torch.zeros(16)]))
@@ -103,9 +103,9 @@ def test_per_head_norm_with_equal_rows_equals_a_shared_norm() -> None:
     per_head.load_state_dict(repeated)
     assert per_head.state_dict()["blocks.0.q_norm.weight"].shape == (4, 16)
     x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
-    rotation = arch.rope.prompt(5, x.device)[None]
+    rotation = arch.rope.prompt_rotation(5, x.device)[None]
     with torch.no_grad():
-        assert torch.equal(shared(x, rotation, causal), per_head(x, rotation, causal))
+        assert torch.equal(shared(x, rotation, causal_attention), per_head(x, rotation, causal_attention))
 
 
 @pytest.mark.parametrize(

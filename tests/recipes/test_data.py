@@ -41,8 +41,8 @@ from underdraw.layout import Layout
 from underdraw.models.tiny import tiny_arch
 from underdraw.nn.transformer import Transformer
 from underdraw.nn.weights import load_weights, save_weights
-from underdraw.tokenizers.fsq import VQTokenizer, load_tokenizer, save_tokenizer
-from underdraw.tokenizers.text import BEGIN, PAD, TextTokenizer
+from underdraw.tokenizers.fsq import FSQTokenizer, load_tokenizer, save_tokenizer
+from underdraw.tokenizers.text import BOS, PAD, TextTokenizer
 from underdraw.training.checkpoint import load_state
 
 ROOT = Path(__file__).parents[2]
@@ -331,10 +331,10 @@ def test_vocabulary_round_trip(pack: Pack, tmp_path: Path) -> None:
 
 def test_prompts_are_cut_and_padded() -> None:
     tokenizer = TextTokenizer([], max_length=6)
-    assert tokenizer.encode("abcdefgh") == [BEGIN, 2 + 32, 2 + 97, 2 + 98, 2 + 99, 2 + 100]
+    assert tokenizer.encode("abcdefgh") == [BOS, 2 + 32, 2 + 97, 2 + 98, 2 + 99, 2 + 100]
     left, right = tokenizer.encode_batch(["a", ""]), tokenizer.encode_batch(["a", ""], side="right")
-    assert left == [[PAD, PAD, PAD, BEGIN, 34, 99], [PAD] * 5 + [BEGIN]]
-    assert right == [[BEGIN, 34, 99, PAD, PAD, PAD], [BEGIN] + [PAD] * 5]
+    assert left == [[PAD, PAD, PAD, BOS, 34, 99], [PAD] * 5 + [BOS]]
+    assert right == [[BOS, 34, 99, PAD, PAD, PAD], [BOS] + [PAD] * 5]
 
 
 def test_packages_are_pinned_and_checked(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_tokenizer_training_learns_and_continues(pack: Pack, painter: Painter, t
         seconds=1.0, batch=4, held_out=8, warmup=2, learning_rate=4e-3, evaluate_every=0.5, compile="off"
     )
     evaluator = Evaluator(pack, painter, None, options.held_out)
-    trainer = Trainer(VQTokenizer(SMOKE_ARCH), Composer(pack), painter, None, options)
+    trainer = Trainer(FSQTokenizer(SMOKE_ARCH), Composer(pack), painter, None, options)
     before = evaluator.measure(trainer.average)
     out = tmp_path / "tokenizer"
     after = train(trainer, evaluator, out)
@@ -401,8 +401,8 @@ def test_tokenizer_training_learns_and_continues(pack: Pack, painter: Painter, t
 def test_weights_of_other_levels_are_a_start(pack: Pack, tmp_path: Path) -> None:
     """A tokenizer takes over all weights; a model's new codes start as the nearest old ones."""
     text = learn(caption_texts(pack), size=400)
-    old = VQTokenizer(SMOKE_ARCH)
-    new = VQTokenizer(dataclasses.replace(SMOKE_ARCH, levels=(4, 3, 3, 3)))
+    old = FSQTokenizer(SMOKE_ARCH)
+    new = FSQTokenizer(dataclasses.replace(SMOKE_ARCH, levels=(4, 3, 3, 3)))
     new.load_state_dict(old.state_dict())
     save_tokenizer(tmp_path / "tokenizer", old, {})
     nets = [Transformer(tiny_arch(text.size, tokenizer.arch.codes, dim=64, layers=1)) for tokenizer in (old, new)]
@@ -451,7 +451,7 @@ def test_foresight_tells_the_codes_after_the_next(pack: Pack) -> None:
 def test_model_training_learns_saves_and_draws(foresight: int, pack: Pack, painter: Painter, tmp_path: Path) -> None:
     """A few steps lower the loss, the folder it writes loads again, and the engine draws a sheet from it."""
     text = learn(caption_texts(pack), size=400)
-    tokenizer = VQTokenizer(SMOKE_ARCH)
+    tokenizer = FSQTokenizer(SMOKE_ARCH)
     side = PX // tokenizer.downsample
     layout = Layout(side, side, range(text.size, text.size + tokenizer.arch.codes))
     net = Transformer(tiny_arch(text.size, tokenizer.arch.codes, dim=64, layers=1))

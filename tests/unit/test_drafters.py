@@ -59,10 +59,10 @@ def features_of(of: Any, layout: Layout, tokens: Tensor, prompt: tuple[int, ...]
     """The target's features of every token of one row, by one plain pass."""
     session = of.open([Prompt(prompt)], layout, guidance=1.0)
     steps = torch.arange(layout.start, layout.stop)[None]
-    x, cos_sin = of.net.embed(tokens[steps]), session.raster(steps)
+    x, cos_sin = of.net.embed(tokens[steps]), session.rope_table(steps)
     count = steps.shape[1]
     with torch.no_grad():
-        image = session.cache.append(x, cos_sin, torch.tensor([count]), [count])
+        image = session.decoder.append(x, cos_sin, torch.tensor([count]), [count])
     return torch.cat([session.prefill.features, image], dim=1)[0]
 
 
@@ -180,8 +180,8 @@ def test_rotations_are_looked_up_as_they_are_computed(layout: Layout, rope: Rope
     steps = torch.arange(layout.start, layout.steps).expand(2, -1)
     for moved in (0, 4):
         offset.add_(moved)
-        table.fill()
-        rotation = rope.raster(layout, steps, offset)
+        table.update()
+        rotation = rope.image_rotation(layout, steps, offset)
         assert torch.equal(table(steps), rope.cos_sin(rotation, torch.float32))
         x = torch.randn(2, steps.shape[1], 3, 16, generator=torch.Generator().manual_seed(0))
         pairs = (-1, (2, 8)) if rope.pairing == "half" else (-1, (8, 2))

@@ -22,7 +22,7 @@ from underdraw.engine.decode import decode
 from underdraw.errors import CapacityError, CheckpointError, ConfigError, UnderdrawError, UnsupportedError
 from underdraw.history import History
 from underdraw.layout import Layout
-from underdraw.nn.kv_cache import KVCache
+from underdraw.nn.cached_decoder import CachedDecoder
 from underdraw.nn.rope import Rope
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
@@ -71,8 +71,8 @@ def on_meta() -> DecoderTarget:
 
 def overfull() -> None:
     net = decoder().net
-    cos_sin = torch.zeros(1, 65, 2, net.arch.width)
-    KVCache(net, 1, 64).append(torch.zeros(1, 65, 8), cos_sin, torch.tensor([65]), [65])
+    cos_sin = torch.zeros(1, 65, 2, net.arch.head_width)
+    CachedDecoder(net, 1, 64).append(torch.zeros(1, 65, 8), cos_sin, torch.tensor([65]), [65])
 
 
 @dataclass(frozen=True)

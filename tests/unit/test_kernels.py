@@ -1,54 +1,55 @@
-"""Kernels of GPUs, by triton's interpreter where triton is installed: what torch gives without them."""
+"""Triton kernels, run in Triton's interpreter where triton is installed, compared with torch."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-import attending
-import interpreted
+import attention_cases
 import pytest
 import torch
+from triton_interpreter import run_interpreted
 
-from underdraw.nn.attention import seen
+from underdraw.nn.attention import attention_bias
 
 ATTENTION = """
 import torch
-from underdraw.kernels.tree_attention import attend_split
-import attending
+from underdraw.kernels.tree_attention import tree_attention
+from attention_cases import CASES, check_attention
 
-for case in attending.CASES:
-    attending.check(case, attend_split, torch.device("cpu"), torch.float32, 1e-5)
+for case in CASES:
+    check_attention(case, tree_attention, torch.device("cpu"), torch.float32, 1e-5)
 """
-SELECTION = """
+TOPK = """
 import torch
-import selecting
+from topk_cases import CASES, check_topk
 
-for case in selecting.CASES:
-    selecting.check(*case, torch.device("cpu"))
+for case in CASES:
+    check_topk(*case, torch.device("cpu"))
 """
-LAYER = """
+FUSED_LAYER = """
 import torch
-import slimming
+from fused_layer_cases import ARCHES, TILES, check_fused_linear, check_layer_functions
 
-for options in slimming.ARCHES:
+for options in ARCHES:
     for pairing in ("half", "interleaved"):
         for count in (3, 20):
-            slimming.check(options, pairing, count, torch.device("cpu"), torch.float32, 1e-5)
-for shape in slimming.SHAPES:
+            check_layer_functions(options, pairing, count, torch.device("cpu"), torch.float32, 1e-5)
+for tile in TILES:
     for rows in (1, 2, 19):
-        slimming.products(shape, rows, torch.device("cpu"), torch.float32, 1e-5)
+        check_fused_linear(tile, rows, torch.device("cpu"), torch.float32, 1e-5)
 """
 
 
-@pytest.mark.parametrize("case", attending.CASES, ids=str)
-def test_what_is_seen_is_committed_or_an_ancestor(case: attending.Case) -> None:
+@pytest.mark.parametrize("case", attention_cases.CASES, ids=str)
+def test_attention_bias_shows_committed_slots_and_ancestors(case: attention_cases.Case) -> None:
     ancestors, mask = case.trees()
-    slots, ends = torch.arange(1, case.length + 1), torch.tensor([True, False])
-    bias = seen(ancestors, torch.tensor(case.committed), slots, ends, torch.tensor([0.0, -torch.inf]))
+    slots, always_never = torch.arange(1, case.length + 1), torch.tensor([True, False])
+    seen_masked = torch.tensor([0.0, -torch.inf])
+    bias = attention_bias(ancestors, torch.tensor(case.committed), slots, always_never, seen_masked)
     assert torch.equal(bias, torch.where(mask, 0.0, -torch.inf))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize("program", [ATTENTION, SELECTION, LAYER], ids=["attention", "selection", "layer"])
-def test_kernels_give_what_torch_gives(program: str) -> None:
-    interpreted.run(program)
+@pytest.mark.parametrize("program", [ATTENTION, TOPK, FUSED_LAYER], ids=["attention", "topk", "fused-layer"])
+def test_kernels_match_torch(program: str) -> None:
+    run_interpreted(program)

@@ -1,4 +1,4 @@
-"""A batch that cannot fit is refused before it starts, in one sentence that says what would fit."""
+"""A batch that cannot fit is refused before it starts, with one sentence that says what would fit."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ from underdraw.nn.kv_cache import KVCache
 from underdraw.registry import policies
 
 
-def test_the_cache_is_counted_to_the_byte() -> None:
+def test_required_bytes_count_the_kv_cache_exactly() -> None:
     of = toy.target()
-    cache = KVCache(of.net, 6, 256)
-    held = sum(part.numel() * 4 for part in (cache.keys, cache.values[..., : of.net.arch.width]))
-    more = memory.needed(of.net.arch, 6, 512, 8, 4) - memory.needed(of.net.arch, 6, 256, 8, 4)
-    scores = 6 * memory.MAX_NODES * of.net.arch.heads * 256 * 4
+    arch = of.net.arch
+    cache = KVCache(arch, 6, 256, of.net.head.weight)
+    cache_bytes = sum(part.numel() * 4 for part in (cache.keys, cache.values[..., : arch.head_width]))
+    growth = memory.required_bytes(arch, 6, 512, 8, 4) - memory.required_bytes(arch, 6, 256, 8, 4)
+    scores = 6 * memory.MAX_NODES * arch.heads * 256 * 4
     noise = 6 * 256 * of.net.head.weight.shape[0] * 4
-    assert more - scores - noise == held
+    assert growth - scores - noise == cache_bytes
 
 
 @pytest.mark.parametrize("share", [0.99, 0.5, 0.0])
-def test_what_does_not_fit_is_refused(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_does_not_fit_is_refused(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     of = toy.target()
-    monkeypatch.setattr(memory, "_CAPTURED", 0)  # it would dwarf a toy
+    monkeypatch.setattr(memory, "_GRAPH_POOL", 0)  # larger than everything else of a toy model
     longest = 11 + toy.PLAIN.cells
-    whole = memory.needed(of.net.arch, 8, longest + memory.MAX_NODES, 11, 4)
-    monkeypatch.setattr(memory, "free", lambda device: int(share * whole))
+    required = memory.required_bytes(of.net.arch, 8, longest + memory.MAX_NODES, 11, 4)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(share * required))
     with pytest.raises(CapacityError) as caught:
         toy.run(of, toy.eagle(of), policies.build("chain"), seeds=(1, 2, 3, 4), guidance=2.0)
-    said = str(caught.value)
-    assert "4 pictures at once need" in said and "are missing" in said
-    found = re.search(r"draw (\d) at once", said)
+    message = str(caught.value)
+    assert "4 images at once need" in message and "are missing" in message
+    advice = re.search(r"draw (\d) at once", message)
     if share == 0.0:
-        assert found is None and "smaller model" in said
+        assert advice is None and "smaller model" in message
     else:
-        assert found is not None
-        fitting = int(found[1])
+        assert advice is not None
+        fitting = int(advice[1])
         toy.run(of, toy.eagle(of), policies.build("chain"), seeds=tuple(range(fitting)), guidance=2.0)
 
 
-def test_kept_buffers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_graphs_are_dropped_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     of, graphs = toy.target(), GraphCache(capture=Tape, span_multiple=64)
-    own, tree = toy.eagle(of), policies.build("none")
-    toy.run(of, own, tree, graphs=graphs)
+    drafter, tree = toy.eagle(of), policies.build("none")
+    toy.run(of, drafter, tree, graphs=graphs)
     plain = toy.plain(of)
-    monkeypatch.setattr(memory, "free", lambda device: 0 if graphs.runners else 2**40)
-    toy.run(of, own, tree, graphs=graphs, temperature=0.5)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0 if graphs.runners else 2**40)
+    toy.run(of, drafter, tree, graphs=graphs, temperature=0.5)
     assert len(graphs.runners) == 1
-    assert torch.equal(toy.run(of, own, tree, graphs=graphs)[0], plain)
+    assert torch.equal(toy.run(of, drafter, tree, graphs=graphs)[0], plain)

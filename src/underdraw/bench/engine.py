@@ -31,8 +31,8 @@ from underdraw.engine.memory_stats import peak_bytes
 from underdraw.history import StepResult
 from underdraw.models.family import Placement
 from underdraw.models.random_weights import ModelShape, model_shape, random_target, randomise
-from underdraw.nn.attention import Kernel
-from underdraw.nn.layer_functions import PLAIN, LayerFunctions
+from underdraw.nn.attention import AttentionBackend
+from underdraw.nn.layer_functions import EAGER, LayerFunctions
 from underdraw.nn.row_invariant import pack_weights
 from underdraw.nn.target import DecoderTarget
 from underdraw.plan import TreePlan
@@ -62,7 +62,7 @@ class EngineBenchConfig:
     temperature: float = 1.0
     sizes: tuple[int, ...] = SIZES
     drafters: tuple[Kind, ...] = ("eagle", "block")  # whose levels are timed
-    kernel: Kernel = "auto"  # the fastest of them
+    attention_backend: AttentionBackend = "auto"  # the fastest of them
     tuned: bool = False  # whether matrix products are tuned while compiling
 
 
@@ -81,38 +81,40 @@ class EngineBench:
         self.shape = model_shape(given.model)
         self.target = random_target(self.shape.arch, given.placement)
         record = CudaGraphPass if self.device.type == "cuda" and given.compile != "off" else EagerPass
-        regions = compiled_layer_functions(tuned=given.tuned) if given.compile == "on" else PLAIN
-        self.graphs = GraphCache(capture=record, layer_functions=regions, report=self.tell)
-        self.settle(given.kernel)
+        layer_functions = compiled_layer_functions(tuned=given.tuned) if given.compile == "on" else EAGER
+        self.graphs = GraphCache(capture=record, layer_functions=layer_functions, report=self.tell)
+        self.settle(given.attention_backend)
 
-    def settle(self, kernel: Kernel) -> None:
+    def settle(self, backend: AttentionBackend) -> None:
         """Go on with one way to attend."""
-        if kernel != "auto":
-            self.graphs = self.variant(self.graphs.layer_functions, kernel)
+        if backend != "auto":
+            self.graphs = self.variant(self.graphs.layer_functions, backend)
 
-    def variant(self, regions: LayerFunctions, kernel: Kernel, smallest: int = 1) -> GraphCache:
+    def variant(self, layer_functions: LayerFunctions, backend: AttentionBackend, smallest: int = 1) -> GraphCache:
         """Passes in another way."""
         return GraphCache(
             capture=self.graphs.capture,
-            layer_functions=regions,
-            kernel=kernel,
+            layer_functions=layer_functions,
+            attention_backend=backend,
             min_bucket=smallest,
             report=self.tell,
         )
 
     def variants(self) -> dict[str, Any]:
         """A pass over one node and over 64 in every way there is; what a way runs into takes the place of its times."""
-        kernels: tuple[Kernel, ...] = ("fused", "products", "split")
+        backends: tuple[AttentionBackend, ...] = ("sdpa", "matmul", "tree")
         name = "captured" if self.graphs.capture is CudaGraphPass else "as it is"
-        ways: dict[str, tuple[LayerFunctions, Kernel]] = {f"{name}, {kernel}": (PLAIN, kernel) for kernel in kernels}
-        if self.graphs.layer_functions is not PLAIN:
-            ways = {f"compiled, {kernel}": (self.graphs.layer_functions, kernel) for kernel in kernels}
-            ways = {"captured, fused": (PLAIN, "fused"), **ways}
+        ways: dict[str, tuple[LayerFunctions, AttentionBackend]] = {
+            f"{name}, {backend}": (EAGER, backend) for backend in backends
+        }
+        if self.graphs.layer_functions is not EAGER:
+            ways = {f"compiled, {backend}": (self.graphs.layer_functions, backend) for backend in backends}
+            ways = {"captured, sdpa": (EAGER, "sdpa"), **ways}
         found: dict[str, Any] = {}
-        for name, (regions, kernel) in ways.items():
+        for name, (layer_functions, backend) in ways.items():
             self.tell(f"passes, {name}")
             try:
-                sizes = {size: self.variant(regions, kernel, size) for size in (1, 64)}
+                sizes = {size: self.variant(layer_functions, backend, size) for size in (1, 64)}
                 found[name] = {str(n): self.pass_ms(Forced(), NoTree(), graphs) for n, graphs in sizes.items()}
             except Exception as error:  # one way that fails says nothing about the others
                 found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
@@ -300,12 +302,12 @@ def layouts(target: DecoderTarget, rows: int) -> dict[str, float]:
     return {name: 1000 * device_ms(lambda w=own: torch.nn.functional.linear(x, w)) for name, own in either.items()}  # type: ignore[misc]
 
 
-def fastest(variants: dict[str, Any]) -> Kernel:
+def fastest(variants: dict[str, Any]) -> AttentionBackend:
     """The way to attend of the fastest variant, by one node and 64 together."""
     worked = {name: sum(times.values()) for name, times in variants.items() if "error" not in times}
-    best = min(worked, key=lambda name: float(worked[name]), default="fused")
-    kernels: tuple[Kernel, ...] = ("products", "split")
-    return next((kernel for kernel in kernels if best.endswith(kernel)), "fused")
+    best = min(worked, key=lambda name: float(worked[name]), default="sdpa")
+    backends: tuple[AttentionBackend, ...] = ("matmul", "tree")
+    return next((backend for backend in backends if best.endswith(backend)), "sdpa")
 
 
 def nothing(_: dict[str, Any]) -> None:
@@ -326,17 +328,17 @@ def measure(
         "model": f"random:{settings.model}", "machine": about(device), "batch": settings.batch,
         "guidance": bench.shape.guidance, "temperature": settings.temperature, "top_k": bench.shape.top_k,
         "dtype": str(settings.placement.dtype).removeprefix("torch."), "compiled": settings.compile,
-        "attention": settings.kernel, "tuned": settings.tuned,
+        "attention": settings.attention_backend, "tuned": settings.tuned,
         "tokens": bench.shape.layout.stop - bench.shape.layout.start,
         "bytes_a_pass": read, "bandwidth_bytes_per_second": speed, "floor_ms": 1000 * read / speed,
         "layouts_us": layouts(bench.target, 2 * settings.batch), "verify_ms": {}, "level_ms": {},
         "replays": [], "profiles": {},
     }  # fmt: skip
-    if device.type == "cuda" and settings.kernel == "auto":
+    if device.type == "cuda" and settings.attention_backend == "auto":
         record["variants_ms"] = bench.variants()
         keep(record)
         bench.settle(fastest(record["variants_ms"]))
-        record["attention"] = bench.graphs.kernel
+        record["attention"] = bench.graphs.attention_backend
     plain = bench.plain()
     record["plain"] = {**plain, "over_floor": plain["ms_per_token"] / record["floor_ms"]}
     keep(record)

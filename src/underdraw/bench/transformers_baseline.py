@@ -24,7 +24,7 @@ def transformers_ms(name: str, shape: ModelShape, placement: Placement, batch: i
     arch = shape.arch
     sizes = {
         "hidden_size": arch.dim, "intermediate_size": arch.ffn, "num_hidden_layers": arch.layers,
-        "num_attention_heads": arch.heads, "num_key_value_heads": arch.groups, "vocab_size": arch.vocab,
+        "num_attention_heads": arch.heads, "num_key_value_heads": arch.num_kv_heads, "vocab_size": arch.vocab,
         "max_position_embeddings": 9216,
     }  # fmt: skip
     kinds = {"anole-7b": "Chameleon", "lumina-7b": "Chameleon", "emu3-8b": "Emu3"}

@@ -49,7 +49,7 @@ ReplayDrafter = Annotated[
 Batch = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Pictures drawn together, 1 to 8.")]
 StepRunner = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Timed passes of each size.")]
 Attention = Annotated[
-    Literal["auto", "fused", "products", "split"],
+    Literal["auto", "sdpa", "matmul", "tree"],
     typer.Option(rich_help_panel=WHAT, help="How a GPU attends; auto tries all and goes on with the fastest."),
 ]  # fmt: skip
 Tune = Annotated[
@@ -95,16 +95,16 @@ def engine(
     from underdraw.bench.results import write_json
     from underdraw.engine.cuda_graphs import make_graph_cache
     from underdraw.models.loading import resolve_placement
-    from underdraw.nn.layer_functions import PLAIN
+    from underdraw.nn.layer_functions import EAGER
 
     place = resolve_placement(device, dtype)
     graphs = make_graph_cache(place.device, compile)
-    mode: Any = "off" if graphs is None else "capture" if graphs.layer_functions is PLAIN else "on"
+    mode: Any = "off" if graphs is None else "capture" if graphs.layer_functions is EAGER else "on"
     if tune and mode != "on":
         raise ConfigError("--tune is about compiled passes and these are not compiled; leave it out, or --compile on.")
     settings = EngineBenchConfig(
         model.removeprefix(PREFIX), place, mode, batch, passes,
-        temperature=1.0 if temperature is None else temperature, kernel=attention, tuned=tune,
+        temperature=1.0 if temperature is None else temperature, attention_backend=attention, tuned=tune,
     )  # fmt: skip
     console = Console(stderr=True, quiet=json or quiet)
 

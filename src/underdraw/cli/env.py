@@ -151,13 +151,13 @@ def kernel_info() -> dict[str, str]:
             "attention": f"torch scaled_dot_product_attention{triton}",
             "convolutions": f"cuDNN {cudnn}",
         }
-    from underdraw.nn.row_invariant import block, fewest, multiple
+    from underdraw.nn.row_invariant import min_rows, row_multiple, sum_block
 
     blas = "MKL" if torch.backends.mkl.is_available() else "the BLAS that torch was built with"
     return {
         "device": "cpu",
-        "matrices": f"{blas}, row-invariant: input-major, at least {fewest()} rows, a multiple of {multiple()}",
-        "attention": f"in blocks of {block(torch.float32, 2)} positions, summed in one order for trees and tokens",
+        "matrices": f"{blas}, row-invariant: input-major, at least {min_rows()} rows, a multiple of {row_multiple()}",
+        "attention": f"in blocks of {sum_block(torch.float32, 2)} positions, summed in one order for trees and tokens",
         "convolutions": "oneDNN" if torch.backends.mkldnn.is_available() else "torch",
     }
 

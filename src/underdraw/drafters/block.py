@@ -93,7 +93,7 @@ class BlockSession(EagleSession):
         is_slot, is_padding = column >= width, (column >= counts) & (column < width)  # (N,), (R, N)
         ancestors = (column[:, None] >= column) & ~(is_slot[:, None] & is_padding[:, None])  # (R, N, N)
         depths = torch.where(is_slot, counts + column - width, column)
-        outputs = self.cache.append_with_nodes(x, cos_sin, pending.counts, pending.host_counts, depths, ancestors)
+        outputs = self.decoder.append_with_nodes(x, cos_sin, pending.counts, pending.host_counts, depths, ancestors)
         self.slot_outputs = outputs[:, -depth:]
         return None
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from underdraw.calibration import Calibration
 from underdraw.drafters.network import NetworkDraftSession, PendingTokens
 from underdraw.layout import Layout
-from underdraw.nn.kv_cache import KVCache
+from underdraw.nn.cached_decoder import CachedDecoder
 from underdraw.nn.row_invariant import Linear
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.plan import MAX_EXPANDED, MAX_NODES
@@ -84,8 +84,8 @@ class EagleSession(NetworkDraftSession):
         net = drafter.net
         rows = prefill.lengths.shape[0]
         prefill = drafter.adapt_prefill(prefill)
-        cache = KVCache(net.body, rows, max(prefill.host_lengths) + layout.stop - layout.start + _FREE_SLOTS)
-        super().__init__(net.body, layout, guidance, drafter.calibration, cache, torch.zeros_like(prefill.lengths))
+        decoder = CachedDecoder(net.body, rows, max(prefill.host_lengths) + layout.stop - layout.start + _FREE_SLOTS)
+        super().__init__(net.body, layout, guidance, drafter.calibration, decoder, torch.zeros_like(prefill.lengths))
         self.drafter, self.eagle = drafter, net
         self._reset_to_prompt(prefill)
 
@@ -95,7 +95,7 @@ class EagleSession(NetworkDraftSession):
         needed = max(prefill.host_lengths) + layout.stop - layout.start + _FREE_SLOTS
         if len(prefill.host_lengths) != len(self.cache.host_lengths) or needed > self.cache.capacity:
             return False
-        self.cache.reset()
+        self.decoder.reset()
         self._reset_to_prompt(prefill)
         return True
 
@@ -116,7 +116,7 @@ class EagleSession(NetworkDraftSession):
         if max(self.cache.host_lengths) > 0:
             return cos_sin
         rope = self.net.arch.rope  # the prompt is pending; its tokens have no cells
-        prompt = rope.cos_sin(rope.prompt(steps.shape[1], steps.device), cos_sin.dtype)
+        prompt = rope.cos_sin(rope.prompt_rotation(steps.shape[1], steps.device), cos_sin.dtype)
         return torch.where((steps >= 0)[..., None, None], cos_sin, prompt)
 
     def embed_inputs(self, tokens: Tensor, features: Tensor | None, position_inputs: Tensor | None) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor
 from underdraw.calibration import Calibration
 from underdraw.constants import arange_cached
 from underdraw.layout import Layout
-from underdraw.nn.kv_cache import KVCache
-from underdraw.nn.layer_functions import PLAIN
+from underdraw.nn.cached_decoder import CachedDecoder
+from underdraw.nn.layer_functions import EAGER
 from underdraw.nn.rope import RopeTable
 from underdraw.nn.target import apply_guidance
 from underdraw.nn.transformer import Transformer
@@ -62,12 +62,12 @@ class NetworkDraftSession(CapturableDraft):
         layout: Layout,
         guidance: float,
         calibration: Calibration | None,
-        cache: KVCache,
+        decoder: CachedDecoder,
         offset: Tensor,
     ) -> None:
         self.net, self.layout, self.guidance, self.calibration = net, layout, guidance, calibration
         self.copies = 1 if guidance == 1 else 2  # rows of an image
-        self.cache, self.offset = cache, offset
+        self.decoder, self.cache, self.offset = decoder, decoder.cache, offset
         self.rope_table = RopeTable(net.arch.rope, layout, offset, net.head.weight.dtype)
         batch, device = offset.shape[0] // self.copies, offset.device
         self.committed = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=device)  # token ids
@@ -122,7 +122,7 @@ class NetworkDraftSession(CapturableDraft):
         pending = self.pending
         assert pending is not None, "a session drafts after prefill or commit"
         x = self.pending_inputs(request.root)
-        out = self.cache.append(x, self.cos_sin(pending.steps), pending.counts, pending.host_counts)
+        out = self.decoder.append(x, self.cos_sin(pending.steps), pending.counts, pending.host_counts)
         last = (pending.counts - 1).clamp(min=0)[:, None, None]
         self.root_output = out.gather(1, last.expand(-1, -1, out.shape[-1]))
 
@@ -140,7 +140,7 @@ class NetworkDraftSession(CapturableDraft):
 
     def reset(self, pending: PendingTokens) -> None:
         """Start a new batch with the tokens of its prompts pending."""
-        self.rope_table.fill()
+        self.rope_table.update()
         self.committed.fill_(-1)
         for step, token in enumerate(self.layout.prologue):
             self.committed[:, step] = token
@@ -157,8 +157,9 @@ class NetworkDraftSession(CapturableDraft):
             self.buffers = PendingTokens(zeros, features, zeros.clone(), zeros[:, 0].clone(), ())
         self.next_pending_width = bucket_size(max(plan.depth + 1, _MIN_PENDING))
         is_prompt = self.pending_width is None  # prompts have all lengths: run them eagerly and do not compile them
-        self.cache.regions, self.cache.kernel = PLAIN if is_prompt else config.layer_functions, config.kernel
-        span = self.cache.fix_span(pending.tokens.shape[1] + max(plan.depth * plan.width, 1), config.span_multiple)
+        self.decoder.layer_functions = EAGER if is_prompt else config.layer_functions
+        self.decoder.attention_backend = config.attention_backend
+        span = self.decoder.fix_span(pending.tokens.shape[1] + max(plan.depth * plan.width, 1), config.span_multiple)
         return None if is_prompt else (self.pending_width, span)
 
     def sync(self, counts: tuple[int, ...]) -> None:
@@ -244,5 +245,5 @@ class LevelExpander:
         x = session.embed_inputs(tokens, features, position_inputs)
         # The root is committed in this cache, so a child of the root has depth 0 here.
         depths = arange_cached(level.depth, tokens.device)[-1].expand(batch, width)
-        self.outputs = session.cache.append_nodes(x, cos_sin, depths, self.ancestors)
+        self.outputs = session.decoder.append_nodes(x, cos_sin, depths, self.ancestors)
         return session.logits(self.outputs)

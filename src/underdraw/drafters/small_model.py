@@ -42,9 +42,9 @@ class SmallModelSession(NetworkDraftSession):
     """Reads tokens only, not the target's features."""
 
     def __init__(self, drafter: SmallModel, prompts: Sequence[Prompt], layout: Layout, guidance: float) -> None:
-        self.session = DecoderSession(drafter.target, prompts, layout, guidance, room=MAX_EXPANDED + MAX_NODES)
-        net, cache = drafter.target.net, self.session.cache
-        super().__init__(net, layout, guidance, drafter.calibration, cache, self.session.offset)
+        self.session = DecoderSession(drafter.target, prompts, layout, guidance, tree_slots=MAX_EXPANDED + MAX_NODES)
+        net, decoder = drafter.target.net, self.session.decoder
+        super().__init__(net, layout, guidance, drafter.calibration, decoder, self.session.offset)
         self._reset_to_root()
 
     @torch.no_grad()

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from underdraw.nn.attention import triton_available
-from underdraw.nn.layer_functions import PLAIN, LayerFunctions, joined
-from underdraw.nn.row_invariant import chunk, fewest, multiple
+from underdraw.nn.layer_functions import EAGER, LayerFunctions, layer_to_qkv
+from underdraw.nn.row_invariant import max_inner_size, min_rows, row_multiple
 from underdraw.nn.transformer import DecoderLayer
 
 _RECOMPILE_LIMIT = 64  # shapes of one function before torch gives up compiling it
@@ -24,21 +24,22 @@ def compiled_layer_functions(backend: str = "inductor", *, tuned: bool = False) 
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     # Not as decorators where these are defined: importing torch's compiler takes a second.
-    for constant in (chunk, fewest, multiple):
+    for constant in (max_inner_size, min_rows, row_multiple):
         torch.compiler.assume_constant_result(constant)
     mode = "max-autotune-no-cudagraphs" if tuned else None
 
     def compiled(function: Any) -> Any:
         return torch.compile(function, fullgraph=True, backend=backend, mode=mode)
 
-    leave, seen = map(compiled, (PLAIN.leave, PLAIN.seen))
     if backend != "inductor" or not triton_available(torch.device("cuda")):
-        return LayerFunctions(compiled(PLAIN.enter), compiled(PLAIN.between), leave, seen)
-    from underdraw.kernels import fused_layer
+        functions = LayerFunctions(compiled(EAGER.qkv_to_cache), compiled(EAGER.layer_to_layer))
+    else:
+        from underdraw.nn.fused_layers import FUSED, with_cache_kernel
 
+        functions = with_cache_kernel(compiled(DecoderLayer.project_qkv), compiled(layer_to_qkv))
+        functions = replace(functions, few_rows=FUSED)
     return replace(
-        fused_layer.placing(compiled(DecoderLayer.heads), compiled(joined)),
-        leave=leave,
-        seen=seen,
-        few=fused_layer.REGIONS,
+        functions,
+        finish_last_layer=compiled(EAGER.finish_last_layer),
+        attention_bias=compiled(EAGER.attention_bias),
     )

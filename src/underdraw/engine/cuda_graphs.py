@@ -22,8 +22,8 @@ from torch import Tensor
 from underdraw.engine.compile import compiled_layer_functions
 from underdraw.engine.step import AcceptedTokens, StepRunner, TokenStatsMode, grown_plans, unpack_from_host
 from underdraw.errors import CapacityError, ConfigError, unknown
-from underdraw.nn.attention import Kernel
-from underdraw.nn.layer_functions import PLAIN, LayerFunctions
+from underdraw.nn.attention import AttentionBackend
+from underdraw.nn.layer_functions import EAGER, LayerFunctions
 from underdraw.nn.target import DecoderSession
 from underdraw.plan import TreePlan, bucket_size, covering_plan
 from underdraw.protocols import CapturableDraft, Drafter, PassConfig, Prompt, Target, Verifier
@@ -111,13 +111,13 @@ class GraphCache:
         self,
         *,
         capture: CaptureFn = CudaGraphPass,
-        layer_functions: LayerFunctions = PLAIN,
-        kernel: Kernel = "auto",
+        layer_functions: LayerFunctions = EAGER,
+        attention_backend: AttentionBackend = "auto",
         min_bucket: int = 1,
         span_multiple: int | None = None,
         report: Callable[[str], None] = log.info,
     ) -> None:
-        self.capture, self.layer_functions, self.kernel = capture, layer_functions, kernel
+        self.capture, self.layer_functions, self.attention_backend = capture, layer_functions, attention_backend
         self.min_bucket, self.span_multiple, self.report = min_bucket, span_multiple, report
         self.max_runners = MAX_RUNNERS
         self.runners: dict[Hashable, GraphRunner] = {}  # least recently used first
@@ -129,7 +129,7 @@ class GraphCache:
         return GraphCache(
             capture=self.capture,
             layer_functions=self.layer_functions,
-            kernel=self.kernel,
+            attention_backend=self.attention_backend,
             min_bucket=min_bucket,
             span_multiple=self.span_multiple,
             report=self.report,
@@ -143,7 +143,7 @@ class GraphCache:
 
     def report_compile(self, bucket: int) -> None:
         """Report once that the passes of a bucket are compiled now."""
-        if self.layer_functions is not PLAIN and bucket not in self._reported_buckets:
+        if self.layer_functions is not EAGER and bucket not in self._reported_buckets:
             self._reported_buckets.add(bucket)
             self.report(f"compiling passes of {bucket} nodes")
 
@@ -238,7 +238,7 @@ class GraphRunner(StepRunner):
             plan = plan.bucketed()
         bucket = bucket_size(max(plan.nodes, self.graphs.min_bucket))
         config = PassConfig(
-            plan, bucket, self.proposal, self.span_multiple, self.graphs.layer_functions, self.graphs.kernel
+            plan, bucket, self.proposal, self.span_multiple, self.graphs.layer_functions, self.graphs.attention_backend
         )
         limits = self._copy_limits(plans) if plan.depth else None
         session_keys = (self.target.prepare(config), self.draft_session.prepare(config))

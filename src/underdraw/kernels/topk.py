@@ -1,5 +1,5 @@
 # ruff: noqa: N803
-"""The largest of a few thousand numbers on a GPU: one short kernel where torch sorts in several. Needs triton."""
+"""Top-k over a few thousand logits in one short Triton kernel, where torch launches several sorts."""
 
 from __future__ import annotations
 
@@ -8,60 +8,61 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-_SIGN, _REST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+_SIGN_BIT, _VALUE_BITS = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _keep(x, out, columns, k, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row with -inf in the place of what is below its k-th largest number.
+def _topk_filter_kernel(x, out, columns, k, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy a row with -inf instead of every value below its k-th largest.
 
-    The bits of that number are found one by one, by counting what is at least as large.
+    Radix select: the bits of the k-th largest value are decided from the highest to the lowest, by counting how many
+    values are at least as large as the candidate.
     """
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, C)
     value = tl.load(x + row * columns + c, mask=c < columns, other=float("-inf"))
     bits = value.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ _REST, bits)  # whole numbers in the order of the floats
-    found = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= k, 0, _SIGN)
-    for place in tl.static_range(31):
-        tried = found + (1 << (30 - place))
-        found = tl.where(tl.sum((key >= tried).to(tl.int32), 0) >= k, tried, found)
-    found = tl.where(found < 0, found ^ _REST, found)
-    kept = tl.where(value < found.to(tl.float32, bitcast=True), float("-inf"), value)
+    key = tl.where(bits < 0, bits ^ _VALUE_BITS, bits)  # integers that sort like the floats
+    threshold = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= k, 0, _SIGN_BIT)
+    for bit in tl.static_range(31):
+        candidate = threshold + (1 << (30 - bit))
+        threshold = tl.where(tl.sum((key >= candidate).to(tl.int32), 0) >= k, candidate, threshold)
+    threshold = tl.where(threshold < 0, threshold ^ _VALUE_BITS, threshold)
+    kept = tl.where(value < threshold.to(tl.float32, bitcast=True), float("-inf"), value)
     tl.store(out + row * columns + c, kept, mask=c < columns)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _top(x, values, places, columns, C: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The K largest numbers of a row and where they stand, one after the other; of equals the first."""
+def _topk_kernel(x, values, indices, columns, C: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Take the maximum of a row K times; of equal values the first."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, C)
-    left = tl.load(x + row * columns + c, mask=c < columns, other=float("-inf"))
+    remaining = tl.load(x + row * columns + c, mask=c < columns, other=float("-inf"))
     for rank in tl.static_range(K):
-        best, place = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
+        best, index = tl.max(remaining, 0, return_indices=True, return_indices_tie_break_left=True)
         tl.store(values + row * K + rank, best)
-        tl.store(places + row * K + rank, place.to(tl.int64))
-        left = tl.where(c == place, float("-inf"), left)
+        tl.store(indices + row * K + rank, index.to(tl.int64))
+        remaining = tl.where(c == index, float("-inf"), remaining)
 
 
-def _warps(columns: int) -> int:
+def _num_warps(columns: int) -> int:
     return min(max(triton.next_power_of_2(columns) // 1024, 4), 32)
 
 
 def topk_filter(x: Tensor, k: int) -> Tensor:
-    """(..., K) float32, with everything below the k-th largest number of a row at -inf."""
+    """Set everything below a row's k-th largest value to -inf: (..., K) float32 -> (..., K)."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = torch.empty_like(rows)
     size = triton.next_power_of_2(x.shape[-1])
     with torch.cuda.device_of(x):
-        _keep[(len(rows),)](rows, out, x.shape[-1], k, C=size, num_warps=_warps(size))
+        _topk_filter_kernel[(len(rows),)](rows, out, x.shape[-1], k, C=size, num_warps=_num_warps(size))
     return out.view(x.shape)
 
 
-def top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(..., K) float32 -> values and places (..., count); places of -inf may repeat."""
+def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Values and indices (..., count) of the largest of (..., K) float32; indices of -inf may repeat."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     values = torch.empty(len(rows), count, dtype=x.dtype, device=x.device)
-    places = torch.empty(len(rows), count, dtype=torch.int64, device=x.device)
+    indices = torch.empty(len(rows), count, dtype=torch.int64, device=x.device)
     size = triton.next_power_of_2(x.shape[-1])
     with torch.cuda.device_of(x):
-        _top[(len(rows),)](rows, values, places, x.shape[-1], C=size, K=count, num_warps=_warps(size))
-    return values.view(*x.shape[:-1], count), places.view(*x.shape[:-1], count)
+        _topk_kernel[(len(rows),)](rows, values, indices, x.shape[-1], C=size, K=count, num_warps=_num_warps(size))
+    return values.view(*x.shape[:-1], count), indices.view(*x.shape[:-1], count)

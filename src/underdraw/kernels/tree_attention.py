@@ -1,11 +1,11 @@
 # ruff: noqa: N803
-"""Attention of a few nodes to a long cache on a GPU: every head's share of the cache is split among many processors.
+"""Flash-decoding for draft trees: attention of a few nodes to a long KV cache, with the cache split among blocks.
 
-A fused kernel gives one head of one row to one processor, which reads the whole cache alone while most others have
-nothing to do. Here they take turns, a block of slots each; a second, small kernel joins what they found. What a row
-does not hold is not read, so a pass may look at the whole cache and costs what is in it. Which processor reads a slot,
-and when, does not depend on what else is there, so a token finds the same sums alone and in a short chain.
-Needs triton.
+A fused attention kernel gives one head of one row to one thread block, which reads the whole cache alone while most
+multiprocessors idle. Here the slots of a head are dealt out, `_BLOCK_SLOTS` at a time and round robin, to several
+thread blocks (split-KV); a second, small kernel combines their partial softmax sums. Slots past the end of a row are
+not read, so the launch may cover the whole cache and costs what the row holds. Which block reads a slot, and in which
+order, does not depend on the other nodes: a token gets the same sums alone and in a short chain.
 """
 
 from __future__ import annotations
@@ -17,102 +17,117 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-NARROWEST = 16  # of what a matrix unit multiplies
-_KEYS = 64  # cache slots at a time, and queries
-_STAGES = 3  # of those that are on their way
-_BUSY = 264 * 64  # numbers of heads that a device works on at once: the wider they are, the fewer blocks
+MIN_TILE = 16  # smallest side of a tile that tensor cores multiply
+_BLOCK_SLOTS = 64  # cache slots read at a time, and most queries of a thread block
+_NUM_STAGES = 3  # software pipelining of the loads
+_RESIDENT_VALUES = 264 * 64  # thread blocks that a device keeps busy, times head width: wide heads get fewer blocks
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _parts(  # type: ignore[no-untyped-def]
-    q, keys, values, committed, ancestors, part, top, total, q_row, q_node, q_head, k_row, k_group, a_image, a_node,
-    a_slot, length, count, nodes, rows, images, scale, GROUPS: tl.constexpr, SHARE: tl.constexpr,
-    M: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+def _split_kv_kernel(  # type: ignore[no-untyped-def]
+    q, keys, values, committed, ancestors,
+    partial_out, partial_max, partial_sum,
+    q_row_stride, q_node_stride, q_head_stride, kv_row_stride, kv_head_stride,
+    ancestors_image_stride, ancestors_node_stride, ancestors_slot_stride,
+    length, count, nodes, queries, images, scale,
+    KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries of one row and group against some blocks: sums of values, the largest score and the sum of weights."""
+    """M queries of one row and KV head over one split of the slots: weighted values, largest score, sum of weights."""
     pair, split = tl.program_id(0), tl.program_id(1)
-    row, group = pair // GROUPS, pair % GROUPS
-    m = tl.program_id(2) * M + tl.arange(0, M)  # heads of the group, each with all nodes
-    there, node, head = m < rows, m % count, group * SHARE + m // count
+    row, kv_head = pair // KV_HEADS, pair % KV_HEADS
+    m = tl.program_id(2) * M + tl.arange(0, M)  # all nodes of the first head that shares these keys, then the next
+    is_query, node, head = m < queries, m % count, kv_head * HEADS_PER_KV + m // count
     d = tl.arange(0, D)
     query = tl.load(
-        q + row * q_row + node[:, None] * q_node + head[:, None] * q_head + d, mask=there[:, None], other=0.0
+        q + row * q_row_stride + node[:, None] * q_node_stride + head[:, None] * q_head_stride + d,
+        mask=is_query[:, None],
+        other=0.0,
     )
-    known = tl.load(committed + row).to(tl.int32)
-    used = tl.minimum(known + nodes, length)
-    line = ancestors + (row % images).to(tl.int64) * a_image + node[:, None] * a_node
-    largest = tl.full([M], float("-inf"), tl.float32)
-    weight = tl.zeros([M], tl.float32)
+    row_length = tl.load(committed + row).to(tl.int32)
+    used = tl.minimum(row_length + nodes, length)
+    ancestor_row = ancestors + (row % images).to(tl.int64) * ancestors_image_stride
+    ancestor_row += node[:, None] * ancestors_node_stride
+    max_score = tl.full([M], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([M], tl.float32)
     out = tl.zeros([M, D], tl.float32)
-    cache = row.to(tl.int64) * k_row + group * k_group
-    for first in range(split * KEYS, used, tl.num_programs(1) * KEYS):
-        slot = first + tl.arange(0, KEYS)
-        inside = slot < used
-        place = cache + slot[:, None] * D + d
-        key = tl.load(keys + place, mask=inside[:, None], other=0.0)
-        ahead = slot - known  # the node in a slot, negative for committed tokens
-        above = tl.load(line + ahead * a_slot, mask=there[:, None] & inside & (ahead >= 0), other=0) != 0
+    cache = row.to(tl.int64) * kv_row_stride + kv_head * kv_head_stride
+    for first in range(split * BLOCK_SLOTS, used, tl.num_programs(1) * BLOCK_SLOTS):
+        slot = first + tl.arange(0, BLOCK_SLOTS)
+        is_used = slot < used
+        offset = cache + slot[:, None] * D + d
+        key = tl.load(keys + offset, mask=is_used[:, None], other=0.0)
+        slot_node = slot - row_length  # the tree node in a slot, negative for committed tokens
+        is_tree_slot = is_query[:, None] & is_used & (slot_node >= 0)
+        is_ancestor = tl.load(ancestor_row + slot_node * ancestors_slot_stride, mask=is_tree_slot, other=0) != 0
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        score = tl.where(inside & ((ahead < 0) | above), score, float("-inf"))
-        new = tl.maximum(largest, tl.max(score, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        chance = tl.exp(score - base[:, None])
-        shrink = tl.exp(largest - base)
-        value = tl.load(values + place, mask=inside[:, None], other=0.0)
-        out = out * shrink[:, None] + tl.dot(chance.to(value.dtype), value, input_precision=PRECISION)
-        weight = weight * shrink + tl.sum(chance, 1)
-        largest = new
-    index = (pair * tl.num_programs(1) + split) * rows + m
-    tl.store(top + index, largest, mask=there)
-    tl.store(total + index, weight, mask=there)
-    tl.store(part + index[:, None] * D + d, out, mask=there[:, None])
+        score = tl.where(is_used & ((slot_node < 0) | is_ancestor), score, float("-inf"))
+        new_max = tl.maximum(max_score, tl.max(score, 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing visible yet: avoid inf - inf
+        weight = tl.exp(score - base[:, None])
+        rescale = tl.exp(max_score - base)
+        value = tl.load(values + offset, mask=is_used[:, None], other=0.0)
+        out = out * rescale[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        weight_sum = weight_sum * rescale + tl.sum(weight, 1)
+        max_score = new_max
+    index = (pair * tl.num_programs(1) + split) * queries + m
+    tl.store(partial_max + index, max_score, mask=is_query)
+    tl.store(partial_sum + index, weight_sum, mask=is_query)
+    tl.store(partial_out + index[:, None] * D + d, out, mask=is_query[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _join(  # type: ignore[no-untyped-def]
-    part, top, total, out, splits, count, rows, GROUPS: tl.constexpr, SHARE: tl.constexpr, S: tl.constexpr,
-    M: tl.constexpr, D: tl.constexpr,
+def _combine_splits_kernel(  # type: ignore[no-untyped-def]
+    partial_out, partial_max, partial_sum, out,
+    splits, count, queries,
+    KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, S: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Some queries: what all blocks found, weighed by their largest scores."""
+    """Combine the partial sums of all splits for M queries, rescaled to the largest score of all."""
     pair, m = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
-    row, group = pair // GROUPS, pair % GROUPS
+    row, kv_head = pair // KV_HEADS, pair % KV_HEADS
     s, d = tl.arange(0, S)[:, None], tl.arange(0, D)
-    index = (pair * splits + s) * rows + m  # (S, M)
-    there = (s < splits) & (m < rows)
-    largest = tl.load(top + index, mask=there, other=float("-inf"))
-    share = tl.where(there, tl.exp(largest - tl.max(largest, 0)), 0.0)
-    weight = tl.sum(share * tl.load(total + index, mask=there, other=0.0), 0)
-    found = tl.load(part + index[:, :, None] * D + d, mask=there[:, :, None], other=0.0)
-    mean = tl.sum(found * share[:, :, None], 0) / weight[:, None]
-    place = (row * count + m % count) * GROUPS * SHARE + group * SHARE + m // count
-    tl.store(out + place[:, None] * D + d, mean.to(out.dtype.element_ty), mask=(m < rows)[:, None])
+    index = (pair * splits + s) * queries + m  # (S, M)
+    mask = (s < splits) & (m < queries)
+    max_score = tl.load(partial_max + index, mask=mask, other=float("-inf"))
+    rescale = tl.where(mask, tl.exp(max_score - tl.max(max_score, 0)), 0.0)
+    weight_sum = tl.sum(rescale * tl.load(partial_sum + index, mask=mask, other=0.0), 0)
+    partial = tl.load(partial_out + index[:, :, None] * D + d, mask=mask[:, :, None], other=0.0)
+    mean = tl.sum(partial * rescale[:, :, None], 0) / weight_sum[:, None]
+    head = (row * count + m % count) * KV_HEADS * HEADS_PER_KV + kv_head * HEADS_PER_KV + m // count
+    tl.store(out + head[:, None] * D + d, mean.to(out.dtype.element_ty), mask=(m < queries)[:, None])
 
 
 def tree_attention(q: Tensor, keys: Tensor, values: Tensor, committed: Tensor, ancestors: Tensor) -> Tensor:
-    """q (R, N, H, D) against caches (R, G, L, D): all `committed` (R,) slots, and of the M behind them the ancestors.
+    """Attend from q (R, N, H, D) to caches (R, G, L, D) of G KV heads: (R, N, H * D).
 
-    Rows are copies of B images, with ancestors (B, N, M).
+    A node sees the first `committed` (R,) slots of its row, and of the M nodes in the slots behind them its ancestors
+    (B, N, M). Rows are copies of B images.
     """
-    batch, count, heads, width = q.shape
-    groups, length = keys.shape[1:3]
+    rows, count, heads, width = q.shape
+    kv_heads, length = keys.shape[1:3]
     images, _, nodes = ancestors.shape
-    rows = heads // groups * count  # queries of one group
-    widest = 32 if q.dtype == torch.float32 else _KEYS  # queries, and slots at a time: what the registers hold
-    block = min(max(triton.next_power_of_2(rows), NARROWEST), widest)
-    pairs, blocks = batch * groups, -(-rows // block)
-    splits = max(1, min(_BUSY // (pairs * blocks * width), -(-length // widest)))
-    part = torch.empty(pairs, splits, rows, width, dtype=torch.float32, device=q.device)
-    top, total = torch.empty(2, pairs, splits, rows, dtype=torch.float32, device=q.device)
-    out = torch.empty(batch, count, heads * width, dtype=q.dtype, device=q.device)
-    shape: dict[str, Any] = {"GROUPS": groups, "SHARE": heads // groups, "D": width}
+    queries = heads // kv_heads * count  # that share the keys of one KV head
+    block_slots = 32 if q.dtype == torch.float32 else _BLOCK_SLOTS  # what the registers hold
+    block_queries = min(max(triton.next_power_of_2(queries), MIN_TILE), block_slots)
+    pairs, query_blocks = rows * kv_heads, -(-queries // block_queries)
+    splits = max(1, min(_RESIDENT_VALUES // (pairs * query_blocks * width), -(-length // block_slots)))
+    partial_out = torch.empty(pairs, splits, queries, width, dtype=torch.float32, device=q.device)
+    partial_max, partial_sum = torch.empty(2, pairs, splits, queries, dtype=torch.float32, device=q.device)
+    out = torch.empty(rows, count, heads * width, dtype=q.dtype, device=q.device)
+    shape: dict[str, Any] = {"KV_HEADS": kv_heads, "HEADS_PER_KV": heads // kv_heads, "D": width}
     with torch.cuda.device_of(q):
-        _parts[(pairs, splits, blocks)](
-            q, keys, values, committed, ancestors.view(torch.uint8), part, top, total, *q.stride()[:3],
-            *keys.stride()[:2], *ancestors.stride(), length, count, nodes, rows, images, width**-0.5, **shape,
-            M=block, KEYS=widest, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=_STAGES,
+        _split_kv_kernel[(pairs, splits, query_blocks)](
+            q, keys, values, committed, ancestors.view(torch.uint8),
+            partial_out, partial_max, partial_sum,
+            *q.stride()[:3], *keys.stride()[:2], *ancestors.stride(),
+            length, count, nodes, queries, images, width**-0.5,
+            **shape, M=block_queries, BLOCK_SLOTS=block_slots,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=_NUM_STAGES,
         )  # fmt: skip
-        together = 8 if rows > NARROWEST else 1
-        _join[(pairs, -(-rows // together))](
-            part, top, total, out, splits, count, rows, **shape, S=triton.next_power_of_2(splits), M=together
+        combined = 8 if queries > MIN_TILE else 1  # queries of a thread block
+        _combine_splits_kernel[(pairs, -(-queries // combined))](
+            partial_out, partial_max, partial_sum, out,
+            splits, count, queries,
+            **shape, S=triton.next_power_of_2(splits), M=combined,
         )  # fmt: skip
     return out

@@ -157,7 +157,7 @@ def _describe_decoder(arch: Arch) -> dict[str, int]:
         "layers": arch.layers,
         "width": arch.dim,
         "heads": arch.heads,
-        "key_value_heads": arch.groups,
+        "key_value_heads": arch.num_kv_heads,
         "tokens": arch.vocab,
         "codes": len(arch.outputs or range(arch.vocab)),
     }
@@ -177,6 +177,6 @@ def _count_parameters(arch: Arch) -> int:
 def _estimate_memory(spec: ModelSpec) -> dict[str, MemoryEstimate]:
     arch, tokens = spec.arch, spec.make_layout(spec.sizes[0]).steps
     keys_and_values, guidance_rows = 2, 2
-    cached_values = keys_and_values * guidance_rows * tokens * arch.layers * arch.groups * arch.width
+    cached_values = keys_and_values * guidance_rows * tokens * arch.layers * arch.num_kv_heads * arch.head_width
     parameters = _count_parameters(arch)
     return {name: MemoryEstimate(parameters * size, cached_values * size) for name, size in BYTES_PER_VALUE.items()}

@@ -81,7 +81,7 @@ def _head_arch(checkpoint: Checkpoint, target: Arch) -> Arch:
         target,
         layers=1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers.")),
         ffn=shapes[f"{_LAYER}mlp.up_proj.weight"][0],
-        kv_heads=shapes[f"{_LAYER}self_attn.k_proj.weight"][0] // target.width,
+        kv_heads=shapes[f"{_LAYER}self_attn.k_proj.weight"][0] // target.head_width,
         norm_eps=float(checkpoint.config.get("rms_norm_eps", target.norm_eps)),
         qk_norm_heads="shared" if shapes.get(q_norm, (1,))[0] == 1 else "per_head",
         norm="pre" if f"{_LAYER}input_layernorm.weight" in shapes else "pre_skip_first",

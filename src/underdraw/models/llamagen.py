@@ -144,12 +144,12 @@ def _read_arch(decoder: DecoderFiles) -> Arch:
         heads = 32 if dim in (3200, 4096) else dim // 64
         ffn = decoder.shapes["layers.0.feed_forward.w1.weight"][0]
         arch = Arch(dim, layers, heads, ffn, codes, Rope.one_axis(dim // heads))
-    pairs = arch.width // 4  # rotated pairs per axis: half for rows, half for columns
+    pairs = arch.head_width // 4  # rotated pairs per axis: half for rows, half for columns
     return replace(
         arch,
         vocab=codes + (decoder.classes + 1 if decoder.classes else 0),
         outputs=range(codes),
-        rope=Rope((0, pairs, pairs), arch.rope.theta, pairing="interleaved", prefix="zero"),
+        rope=Rope((0, pairs, pairs), arch.rope.theta, pairing="interleaved", rotate_prompt=False),
     )
 
 

@@ -66,7 +66,7 @@ def _emu3_8b() -> ModelShape:
 
 
 def _llamagen_xl() -> ModelShape:
-    rope = Rope((0, 16, 16), pairing="interleaved", prefix="zero")
+    rope = Rope((0, 16, 16), pairing="interleaved", rotate_prompt=False)
     arch = Arch(1280, 36, 20, 3584, 16384, rope, outputs=range(16384))
     layout = Layout(32, 32, range(16384))
     return ModelShape(arch, layout, guidance=7.5, top_k=1000, prompt_length=llamagen.MAX_TEXT_FEATURES)

@@ -59,7 +59,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     max_tokens = text_tokenizer.max_length - 1
 
     def check_prompt(text: str) -> None:
-        count = len(text_tokenizer.spell_all(text))
+        count = len(text_tokenizer.encode_text(text))
         if count > max_tokens:
             raise ConfigError(
                 f"the prompt {text[:40]!r}... has {count} tokens, but {checkpoint.name} reads at most {max_tokens}; "

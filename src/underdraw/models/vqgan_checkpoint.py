@@ -1,6 +1,6 @@
-"""Published VQGAN image tokenizers: what their files call the parts of the one network in nn/vqgan.
+"""Published VQGAN image tokenizers: the tensor names of their files for the network in tokenizers/vqgan.py.
 
-The sizes are read off the tensors, so no configuration file is needed.
+The architecture follows from the tensors' shapes, so no configuration file is needed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _CODEBOOK = "quantize.embedding.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
-    """A file format: patterns from our names to its own, and whether its codes live on the unit sphere."""
+class VQGANFormat:
+    """A file format of VQGAN checkpoints."""
 
-    patterns: tuple[tuple[str, str], ...] = ()
-    unit_codes: bool = False
+    patterns: tuple[tuple[str, str], ...] = ()  # regular expressions and replacements, from our names to the file's
+    unit_codes: bool = False  # codes are compared and looked up at length 1
 
-    def published(self, name: str, levels: int = 0) -> str:
-        """Our name of a tensor as the file has it; with `levels`, its decoder's levels stand in running order."""
+    def tensor_name(self, name: str, levels: int = 0) -> str:
+        """The file's name of one of our tensors; `levels` is not 0 if the file counts decoder levels as they run."""
         if levels:
             name = re.sub(r"^decoder\.up\.(\d+)", lambda m: f"decoder.up.{levels - 1 - int(m[1])}", name)
         for pattern, new in self.patterns:
@@ -36,9 +36,9 @@ class Naming:
         return name
 
 
-CHAMELEON = Naming()
-JANUS = Naming(unit_codes=True)
-LLAMAGEN = Naming(
+CHAMELEON = VQGANFormat()
+JANUS = VQGANFormat(unit_codes=True)
+LLAMAGEN = VQGANFormat(
     patterns=(
         (r"coder\.(?:down|up)\.(\d+)\.block\.", r"coder.conv_blocks.\1.res."),
         (r"coder\.(?:down|up)\.", "coder.conv_blocks."),
@@ -51,22 +51,24 @@ LLAMAGEN = Naming(
 
 
 def vqgan_destinations(
-    shapes: Mapping[str, torch.Size], naming: Naming, placement: Placement, prefix: str = ""
+    shapes: Mapping[str, torch.Size], file_format: VQGANFormat, placement: Placement, prefix: str = ""
 ) -> tuple[VQGAN, dict[str, WeightDestination]]:
-    """An empty tokenizer in float32 for the tensors of a file, and where they go."""
-    arch = VQArch.of(lambda name: shapes.get(prefix + naming.published(name)), unit_codes=naming.unit_codes)
+    """An uninitialised float32 tokenizer for the tensors of a file, and the destination of each."""
+    arch = VQArch.from_shapes(
+        lambda name: shapes.get(prefix + file_format.tensor_name(name)), unit_codes=file_format.unit_codes
+    )
     model = allocate(lambda: VQGAN(arch), Placement(placement.device, torch.float32))
-    # Every level but the last to run is followed by an upsampling: that tells in which order a file counts them.
-    running = prefix + naming.published("decoder.up.0.upsample.conv.weight") in shapes
-    levels = len(arch.widths) if running else 0
-    return model, module_destinations(model, prefix, lambda name: naming.published(name, levels))
+    # Every decoder level but the last to run has an upsampling. If level 0 has one, the file counts them as they run.
+    counts_as_run = prefix + file_format.tensor_name("decoder.up.0.upsample.conv.weight") in shapes
+    levels = len(arch.widths) if counts_as_run else 0
+    return model, module_destinations(model, prefix, lambda name: file_format.tensor_name(name, levels))
 
 
-def load_vqgan(path: Path, naming: Naming, placement: Placement, ignored: Sequence[str] = ()) -> VQGAN:
-    """The tokenizer in a file or folder of its own, whatever prefix its names have there."""
+def load_vqgan(path: Path, file_format: VQGANFormat, placement: Placement, ignored: Sequence[str] = ()) -> VQGAN:
+    """Load the tokenizer of a separate file or folder, whatever prefix its tensor names have."""
     checkpoint = Checkpoint(path, str(path))
     shapes = checkpoint.shapes()
     prefix = next((name.removesuffix(_CODEBOOK) for name in shapes if name.endswith(_CODEBOOK)), "")
-    model, slots = vqgan_destinations(shapes, naming, placement, prefix)
-    copy_weights(checkpoint, slots, ignored)
+    model, destinations = vqgan_destinations(shapes, file_format, placement, prefix)
+    copy_weights(checkpoint, destinations, ignored)
     return model

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from underdraw.errors import CheckpointError
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import Placement
-from underdraw.nn.row_invariant import input_major
+from underdraw.nn.row_invariant import to_input_major
 from underdraw.nn.transformer import Arch, Transformer
 
 M = TypeVar("M", bound=nn.Module)
@@ -68,7 +68,7 @@ class WeightDestination:
 
 def row_ranges(arch: Arch) -> dict[str, slice]:
     """Row ranges that rules refer to: the parts of fused matrices, and the image codes ("outputs") in a full head."""
-    q_rows, kv_rows = arch.heads * arch.width, arch.groups * arch.width
+    q_rows, kv_rows = arch.heads * arch.head_width, arch.num_kv_heads * arch.head_width
     outputs = arch.outputs or range(arch.vocab)
     return {
         "q": slice(0, q_rows),
@@ -115,7 +115,7 @@ def allocate(build: Callable[[], M], placement: Placement) -> M:
     with torch.device("meta"):
         module = build().to(placement.dtype)
     if placement.device.type == "cpu":
-        input_major(module)  # on meta tensors this sets strides; the memory is then allocated with them
+        to_input_major(module)  # on meta tensors this sets strides; the memory is then allocated with them
     return module.to_empty(device=placement.device).eval().requires_grad_(False)
 
 

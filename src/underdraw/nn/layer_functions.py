@@ -1,8 +1,8 @@
-"""A decoder over a cache, in regions that reach from one attention to the next.
+"""The parts of a decoder between one attention and the next, as functions that can be compiled or replaced by kernels.
 
-A region holds what follows the attention of one block, what comes before that of the next, and the writing of the new
-keys and values. Compiled, that is a few kernels around the matrix products. As it is, it is what `Transformer.forward`
-does.
+`layer_to_layer` covers everything from the attention output of one layer to the queries of the next: output
+projection, FFN, norms, QKV projection, RoPE and the KV cache write. Compiled, that is a few kernels around the GEMMs;
+run eagerly, it is what `Transformer.forward` does.
 """
 
 from __future__ import annotations
@@ -13,82 +13,86 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from underdraw.nn.attention import seen
+from underdraw.nn.attention import attention_bias
 from underdraw.nn.rope import CosSin, split_cos_sin
 from underdraw.nn.transformer import Arch, DecoderLayer, Transformer
 
 
-def enter(block: DecoderLayer, x: Tensor, turn: CosSin, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
-    """Write a block's keys and values to `slots` (R, N, G) of flat caches (R * G * L, D); its queries (R, N, H, D)."""
-    q, k, v = block.before(x, turn)
+def qkv_to_cache(
+    layer: DecoderLayer, x: Tensor, cos_sin: CosSin, keys: Tensor, values: Tensor, slots: Tensor
+) -> Tensor:
+    """Write the layer's keys and values to `slots` (R, N, G) of caches (R * G * L, D); return queries (R, N, H, D)."""
+    q, k, v = layer.pre_attention(x, cos_sin)
     keys.index_put_((slots,), k)
     values.index_put_((slots,), v)
     return q
 
 
-def between(
-    block: DecoderLayer,
-    after: DecoderLayer,
+def layer_to_layer(
+    layer: DecoderLayer,
+    next_layer: DecoderLayer,
     x: Tensor,
     attended: Tensor,
-    turn: CosSin,
+    cos_sin: CosSin,
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """From one block's attention to that of the block after it, whose caches these are: its input and its queries."""
-    x = block.after(x, attended)
-    return x, enter(after, x, turn, keys, values, slots)
+    """From one layer's attention output to the next layer's input x and queries; the caches are the next layer's."""
+    x = layer.post_attention(x, attended)
+    return x, qkv_to_cache(next_layer, x, cos_sin, keys, values, slots)
 
 
-def joined(block: DecoderLayer, after: DecoderLayer, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-    """The same up to the product of the block after it: its input, and its heads (R, N, (H + 2 G) D)."""
-    x = block.after(x, attended)
-    return x, after.heads(x)
+def layer_to_qkv(layer: DecoderLayer, next_layer: DecoderLayer, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    """`layer_to_layer` as far as the QKV projection: the next layer's input, and (R, N, (H + 2 G) D)."""
+    x = layer.post_attention(x, attended)
+    return x, next_layer.project_qkv(x)
 
 
-def leave(block: DecoderLayer, norm: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
-    """What follows the last attention, the final norm included."""
-    return norm.forward(block.after(x, attended))
+def finish_last_layer(layer: DecoderLayer, final_norm: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
+    """From the last layer's attention output to normed features."""
+    return final_norm.forward(layer.post_attention(x, attended))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFunctions:
-    """The regions, and the mask before them, as functions: as they are written, or compiled once for all layers."""
+    """The functions that `run_layers` calls: eager ones, compiled ones that all layers share, or fused kernels."""
 
-    enter: Callable[..., Tensor] = enter
-    between: Callable[..., tuple[Tensor, Tensor]] = between
-    leave: Callable[[DecoderLayer, nn.Module, Tensor, Tensor], Tensor] = leave
-    seen: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = seen
+    qkv_to_cache: Callable[..., Tensor] = qkv_to_cache
+    layer_to_layer: Callable[..., tuple[Tensor, Tensor]] = layer_to_layer
+    finish_last_layer: Callable[[DecoderLayer, nn.Module, Tensor, Tensor], Tensor] = finish_last_layer
+    attention_bias: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = attention_bias
     logits: Callable[[Transformer, Tensor], Tensor] = Transformer.logits
-    fits: Callable[[Arch, Tensor], bool] = lambda arch, x: True
-    few: LayerFunctions | None = None  # which take the place of these for the nodes x (R, N, dim) that they fit
+    supports: Callable[[Arch, Tensor], bool] = lambda arch, x: True
+    few_rows: LayerFunctions | None = None  # used instead of these for inputs that they support
 
-    def suited(self, arch: Arch, x: Tensor) -> LayerFunctions:
-        return self.few if self.few is not None and self.few.fits(arch, x) else self
+    def select(self, arch: Arch, x: Tensor) -> LayerFunctions:
+        """The functions for inputs x (R, N, dim)."""
+        return self.few_rows if self.few_rows is not None and self.few_rows.supports(arch, x) else self
 
 
-PLAIN = LayerFunctions()
+EAGER = LayerFunctions()
 
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """Where each layer's new keys and values go, and how a layer attends: (layer, q (R, N, H, D)) -> (R, N, H * D)."""
+    """Where each layer writes its new keys and values, and how it attends to the cache."""
 
-    keys: Sequence[Tensor]  # a layer (R * G * L, D)
+    keys: Sequence[Tensor]  # of each layer (R * G * L, D)
     values: Sequence[Tensor]
     slots: Tensor  # (R, N, G)
-    attend: Callable[[int, Tensor], Tensor]
+    attend: Callable[[int, Tensor], Tensor]  # (layer, q (R, N, H, D)) -> (R, N, H * D)
 
 
 def run_layers(
-    net: Transformer, x: Tensor, cos_sin: Tensor, caches: CacheView, regions: LayerFunctions = PLAIN
+    net: Transformer, x: Tensor, cos_sin: Tensor, cache: CacheView, functions: LayerFunctions = EAGER
 ) -> Tensor:
-    """Embeddings (R, N, dim) and their rotation's factors (R, N, 2, width) to features (R, N, dim) for the head."""
-    turn, regions = split_cos_sin(cos_sin), regions.suited(net.arch, x)
-    blocks: list[DecoderLayer] = list(net.blocks)  # type: ignore[arg-type]
-    q = regions.enter(blocks[0], x, turn, caches.keys[0], caches.values[0], caches.slots)
-    for layer, (block, after) in enumerate(pairwise(blocks)):
-        places = caches.keys[layer + 1], caches.values[layer + 1], caches.slots
-        x, q = regions.between(block, after, x, caches.attend(layer, q), turn, *places)
-    return regions.leave(blocks[-1], net.norm, x, caches.attend(len(blocks) - 1, q))
+    """Run a decoder over a KV cache: embeddings (R, N, dim) and cos_sin (R, N, 2, D) to features (R, N, dim)."""
+    rope, functions = split_cos_sin(cos_sin), functions.select(net.arch, x)
+    layers: list[DecoderLayer] = list(net.blocks)  # type: ignore[arg-type]
+    q = functions.qkv_to_cache(layers[0], x, rope, cache.keys[0], cache.values[0], cache.slots)
+    for index, (layer, next_layer) in enumerate(pairwise(layers)):
+        attended = cache.attend(index, q)
+        next_cache = cache.keys[index + 1], cache.values[index + 1], cache.slots
+        x, q = functions.layer_to_layer(layer, next_layer, x, attended, rope, *next_cache)
+    return functions.finish_last_layer(layers[-1], net.norm, x, cache.attend(len(layers) - 1, q))

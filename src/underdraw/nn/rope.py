@@ -1,4 +1,4 @@
-"""Rotary positions: one axis (the sequence) or several (sequence, row, column), with either pairing of dimensions."""
+"""Rotary position embeddings (RoPE) over one axis (the sequence) or three (sequence, row, column)."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 
 CosSin = tuple[Tensor, Tensor]
-"""What `apply_rope` multiplies heads with: cosines and signed sines, (R, N, 1, D) each."""
+"""Cosines and signed sines that `apply_rope` multiplies heads with, (R, N, 1, D) each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a head's rotation angles are shared out between the place in the sequence, the row and the column.
+    """How a head's rotation angles are divided between position in the sequence, row and column.
 
-    `axes` counts angles, and their sum is half the head's width. `pairing` says which two dimensions an angle turns:
-    (i, i + half) or (2i, 2i + 1). `prefix` says what becomes of the prompt: turned like everything else, or zeroed,
-    which takes its keys and queries out of the scores (LlamaGen).
+    `axes` counts angles, and their sum is half the head's width. `pairing` says which two dimensions an angle rotates:
+    (i, i + half) or (2i, 2i + 1). Without `rotate_prompt` the prompt's cosines and sines are zero, which takes its keys
+    and queries out of the scores (LlamaGen).
     """
 
     axes: tuple[int, int, int]
     theta: float = 10000.0
     pairing: Literal["half", "interleaved"] = "half"
-    prefix: Literal["turn", "zero"] = "turn"
+    rotate_prompt: bool = True
 
     @classmethod
     def one_axis(cls, head_dim: int, theta: float = 10000.0, pairing: Literal["half", "interleaved"] = "half") -> Rope:
+        """The usual RoPE over the position in the sequence."""
         return cls((head_dim // 2, 0, 0), theta, pairing)
 
-    def angles(self, places: Tensor) -> Tensor:
-        """(..., 3) float places on the three axes -> (..., sum(axes)) angles, float32."""
-        axes, rates = _rates(self, places.device)
-        return places[..., axes] * rates
+    def angles(self, positions: Tensor) -> Tensor:
+        """(..., 3) float positions on the three axes -> (..., sum(axes)) float32 angles."""
+        axes, frequencies = _axes_and_frequencies(self, positions.device)
+        return positions[..., axes] * frequencies
 
-    def prompt(self, count: int, device: torch.device) -> Tensor:
-        """Rotation of prompt places 0..count-1: (count, 2, half), cosine and sine."""
-        place = torch.arange(count, device=device, dtype=torch.float32)
-        angles = self.angles(torch.stack([place, torch.zeros_like(place), torch.zeros_like(place)], -1))
+    def prompt_rotation(self, count: int, device: torch.device) -> Tensor:
+        """Cosines and sines of prompt positions 0..count-1: (count, 2, D / 2)."""
+        position = torch.arange(count, device=device, dtype=torch.float32)
+        angles = self.angles(torch.stack([position, torch.zeros_like(position), torch.zeros_like(position)], -1))
         table = torch.stack([angles.cos(), angles.sin()], dim=-2)
-        return torch.zeros_like(table) if self.prefix == "zero" else table
+        return table if self.rotate_prompt else torch.zeros_like(table)
 
-    def raster(self, layout: Layout, steps: Tensor, offset: Tensor) -> Tensor:
-        """Rotation of image tokens: (R, N) steps, (R,) sequence place of step 0 -> (R, N, 2, half)."""
+    def image_rotation(self, layout: Layout, steps: Tensor, offset: Tensor) -> Tensor:
+        """Cosines and sines of image tokens: steps (R, N), sequence position of step 0 (R,) -> (R, N, 2, D / 2)."""
         row, col = layout.rows_cols(steps)
-        places = torch.stack([steps + offset[:, None], row.clamp(min=0), torch.where(row < 0, 0, col)], dim=-1)
-        angles = self.angles(places.float())
+        positions = torch.stack([steps + offset[:, None], row.clamp(min=0), torch.where(row < 0, 0, col)], dim=-1)
+        angles = self.angles(positions.float())
         return torch.stack([angles.cos(), angles.sin()], dim=-2)
 
     def cos_sin(self, rotation: Tensor, dtype: torch.dtype) -> Tensor:
-        """What heads are multiplied with: rotation (..., 2, D / 2) -> (..., 2, D), cosines and signed sines."""
+        """Rotation (..., 2, D / 2) spread over a head's dimensions: cosines and signed sines (..., 2, D)."""
         cos, sin = rotation.to(dtype).unbind(-2)  # (..., D / 2)
         both = torch.stack([cos, -sin], dim=-2), torch.stack([cos, sin], dim=-2)
         return torch.cat(both, dim=-1) if self.pairing == "half" else torch.stack(both, dim=-1).flatten(-2)
@@ -67,45 +68,45 @@ class Rope:
 
 
 class RopeTable:
-    """The factors of all steps of R rows, looked up instead of computed; in a tensor that stays where it is."""
+    """Precomputed cos_sin of every step of R rows, at a fixed address so that CUDA graphs can read it."""
 
     def __init__(self, rope: Rope, layout: Layout, offset: Tensor, dtype: torch.dtype) -> None:
         self.rope, self.layout, self.offset, self.dtype = rope, layout, offset, dtype
         steps = torch.arange(layout.steps, device=offset.device)
         self.steps = steps.expand(len(offset), -1)
-        self.prefill = (torch.arange(len(offset), device=offset.device) * layout.steps)[:, None]
+        self.row_starts = (torch.arange(len(offset), device=offset.device) * layout.steps)[:, None]
         self.table = torch.empty(0)
 
-    def fill(self) -> None:
-        """Follow what `offset` (R,) has become."""
-        rotation = self.rope.raster(self.layout, self.steps, self.offset).flatten(0, 1)
-        found = self.rope.cos_sin(rotation, self.dtype)  # (R * S, 2, D)
-        self.table = self.table.copy_(found) if len(self.table) else found
+    def update(self) -> None:
+        """Recompute the table for the current `offset` (R,), the sequence position of step 0."""
+        rotation = self.rope.image_rotation(self.layout, self.steps, self.offset).flatten(0, 1)
+        cos_sin = self.rope.cos_sin(rotation, self.dtype)  # (R * S, 2, D)
+        self.table = self.table.copy_(cos_sin) if len(self.table) else cos_sin
 
     def __call__(self, steps: Tensor) -> Tensor:
-        """(B, N) steps of images whose copies the rows are, those past the last one as the last -> (R, N, 2, D)."""
-        place = steps.clamp(0, self.layout.steps - 1) + self.prefill.view(-1, len(steps), 1)
-        return self.table.index_select(0, place.flatten()).view(-1, steps.shape[1], *self.table.shape[1:])
+        """cos_sin (R, N, 2, D) at steps (B, N), clamped to the last step; rows are copies of B images."""
+        index = steps.clamp(0, self.layout.steps - 1) + self.row_starts.view(-1, len(steps), 1)
+        return self.table.index_select(0, index.flatten()).view(-1, steps.shape[1], *self.table.shape[1:])
 
 
-@functools.cache  # never forgotten, since captured passes read these tensors
-def _rates(rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The axis of each angle, and how fast it turns: (sum(axes),) each."""
-    counts = [torch.arange(count, device=device, dtype=torch.float32) / max(count, 1) for count in rope.axes]
-    many = torch.tensor(rope.axes, device=device)
-    axes = torch.arange(3, device=device).repeat_interleave(many, output_size=sum(rope.axes))
-    return axes, rope.theta ** -torch.cat(counts)
+@functools.cache  # kept forever: CUDA graphs read these tensors
+def _axes_and_frequencies(rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The axis and the frequency of each angle: (sum(axes),) each."""
+    exponents = [torch.arange(count, device=device, dtype=torch.float32) / max(count, 1) for count in rope.axes]
+    counts = torch.tensor(rope.axes, device=device)
+    axes = torch.arange(3, device=device).repeat_interleave(counts, output_size=sum(rope.axes))
+    return axes, rope.theta ** -torch.cat(exponents)
 
 
 def split_cos_sin(cos_sin: Tensor) -> CosSin:
-    """Factors (R, N, 2, D) as `apply_rope` takes them."""
+    """cos_sin (R, N, 2, D) as `apply_rope` takes it."""
     cos, sin = cos_sin[..., None, :].unbind(2)
     return cos, sin
 
 
-def apply_rope(x: Tensor, turn: CosSin, pairing: str) -> Tensor:
-    """Turn heads x (R, N, H, D)."""
-    cos, sin = turn
+def apply_rope(x: Tensor, cos_sin: CosSin, pairing: str) -> Tensor:
+    """Rotate heads x (R, N, H, D)."""
+    cos, sin = cos_sin
     half = x.shape[-1] // 2
-    other = x.roll(half, -1) if pairing == "half" else x.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
-    return x * cos + other * sin
+    partner = x.roll(half, -1) if pairing == "half" else x.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
+    return x * cos + partner * sin

@@ -1,9 +1,18 @@
-"""Matrix products whose rows do not depend on how many rows there are.
+"""Row-invariant GEMMs on a CPU: the bits of a row do not depend on how many other rows are multiplied with it.
 
-On a CPU that holds with weights stored input-major, short inner products and enough rows, as `nn.rounding` finds out;
-otherwise kernels are picked by the number of rows and round differently. The same layout is also the faster one for
-small trees. Faster still, with the same bits, are panels: some outputs each, input-major, one behind the other, so that
-memory is read in order. GPUs round by shape.
+Exact speculative decoding needs a tree node to get the same logits as the same token decoded alone. A BLAS picks its
+kernel by the shape of a product, and kernels differ in the order in which they add up. Four rules keep that order the
+same (`benchmarks/invariance.py` measures what breaks them, docs/architecture.md explains them):
+
+- weights are stored input-major, or packed: `PACK_WIDTH` outputs side by side, input-major, one pack after the other,
+  which gives the same bits and is faster because memory is read in order;
+- inner products longer than `max_inner_size()` are summed up chunk by chunk, since threads share longer ones;
+- a product has at least `min_rows()` rows and a multiple of `row_multiple()`; `linear` pads with zeros;
+- attention sums up at most `sum_block()` positions at a time, so that the zeros of masked slots between them change
+  nothing.
+
+How many rows and positions depends on the processor, so they are probed once per number of threads, in a few
+milliseconds. GPUs are left alone: their GEMMs round by shape.
 """
 
 from __future__ import annotations
@@ -19,169 +28,177 @@ from torch import Tensor, nn
 from underdraw.plan import MAX_NODES
 
 log = logging.getLogger(__name__)
-PANEL = 32  # outputs that lie side by side; of 16, 32, 64, 128 and 256 the fastest at two rows
+PACK_WIDTH = 32  # of 16, 32, 64, 128 and 256 the fastest for two rows
+_ROW_RULES = ((2, 1), (4, 4), (8, 8), (16, 16))  # candidates: minimum number of rows, and a multiple of this
+_SUM_BLOCKS = (256, 64)  # candidates: positions that are summed up at a time
+_HALF_PRECISION_ROWS = 4  # 16-bit types need a multiple of four rows on every processor
+_PROBE_ROW_COUNTS = (1, 2, 3, 5, 6, 7, 9, 11, 13, 19, 25, 33)
+_PROBE_MAX_ROWS = 48  # rows of the product that smaller ones are compared with
+
+
+class RowInvariance(NamedTuple):
+    """What products must look like on this processor for the bits of a row to be independent of the other rows."""
+
+    min_rows: int
+    row_multiple: int
+    sum_block: int  # terms of a sum that may have up to MAX_NODES zeros between them
+
+
+def min_rows() -> int:
+    """The smallest number of rows of a float32 product that rounds as one of many rows does."""
+    return _probe(torch.get_num_threads()).min_rows
+
+
+def row_multiple() -> int:
+    """The number that the rows of a float32 product must be a multiple of."""
+    return _probe(torch.get_num_threads()).row_multiple
+
+
+def sum_block(dtype: torch.dtype, kv_heads: int) -> int:
+    """How many positions attention may sum up at a time without zeros between them changing the bits.
+
+    The sums of several KV heads are distributed over threads; that of a single one may be shared by them.
+    """
+    if dtype != torch.float32:
+        return _SUM_BLOCKS[0]
+    return _probe(torch.get_num_threads()).sum_block if kv_heads > 1 else _SUM_BLOCKS[-1]
+
+
+def max_inner_size() -> int:
+    """The longest inner product that the BLAS does in one go for any number of rows; many threads share longer ones."""
+    return 768 if torch.get_num_threads() <= 2 else 256
+
+
+def padded_rows(count: int, dtype: torch.dtype) -> int:
+    """The number of rows that a product of `count` rows is padded to."""
+    least = multiple = _HALF_PRECISION_ROWS
+    if dtype == torch.float32:
+        least, multiple = min_rows(), row_multiple()
+    return _round_up(max(count, least), multiple)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., in) times weight (out, in), transposed, or weight in panels (P, in, PANEL): (..., out)."""
+    """Row-invariant `F.linear`: x (..., in) and weight (out, in), or packed (P, in, PACK_WIDTH), to (..., out)."""
     if not x.is_cpu or torch.is_grad_enabled():
-        return F.linear(x, flat(weight), bias)
-    product = F.linear if weight.ndim == 2 else _in_panels
-    inputs, size = x.shape[-1], chunk()
+        return F.linear(x, unpack(weight), bias)
+    product = F.linear if weight.ndim == 2 else _packed_product
+    inputs, chunk = x.shape[-1], max_inner_size()
     count = x.numel() // inputs
     padding = padded_rows(count, x.dtype) - count
     rows = F.pad(x.reshape(-1, inputs), (0, 0, 0, padding)) if padding else x
-    out = product(rows.narrow(-1, 0, size), weight.narrow(1, 0, size)) if inputs > size else product(rows, weight)
-    for start in range(size, inputs, size):
-        width = min(size, inputs - start)
+    out = product(rows.narrow(-1, 0, chunk), weight.narrow(1, 0, chunk)) if inputs > chunk else product(rows, weight)
+    for start in range(chunk, inputs, chunk):
+        width = min(chunk, inputs - start)
         out += product(rows.narrow(-1, start, width), weight.narrow(1, start, width))
     if bias is not None:
         out += bias
     return out[:count].view(*x.shape[:-1], -1) if padding else out
 
 
-def _in_panels(x: Tensor, panels: Tensor) -> Tensor:
-    """x (..., in) times panels (P, in, PANEL): (..., P * PANEL)."""
-    rows = x.reshape(1, -1, x.shape[-1]).expand(len(panels), -1, -1)
-    return torch.bmm(rows, panels).transpose(0, 1).reshape(*x.shape[:-1], -1)
+def _packed_product(x: Tensor, packed: Tensor) -> Tensor:
+    """x (..., in) times packed (P, in, PACK_WIDTH): (..., P * PACK_WIDTH)."""
+    rows = x.reshape(1, -1, x.shape[-1]).expand(len(packed), -1, -1)
+    return torch.bmm(rows, packed).transpose(0, 1).reshape(*x.shape[:-1], -1)
 
 
-def flat(weight: Tensor) -> Tensor:
-    """A matrix (out, in), also if it is stored in panels."""
+def unpack(weight: Tensor) -> Tensor:
+    """The matrix (out, in) of a weight that may be packed."""
     return weight if weight.ndim == 2 else weight.transpose(1, 2).flatten(0, 1)
 
 
 class Linear(nn.Linear):
-    """nn.Linear through `linear`."""
+    """nn.Linear with row-invariant products."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class PackedLinear(Linear):
-    """A large matrix without a bias, which a CPU may store in panels; a checkpoint holds it as it always was."""
+    """A large matrix without a bias that `pack_weights` may pack on a CPU; state dicts hold it as (out, in)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = flat(destination[prefix + "weight"])
+        destination[prefix + "weight"] = unpack(destination[prefix + "weight"])
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        panels = self.weight.ndim == 3
-        self.weight.data = flat(self.weight.data)
+        is_packed = self.weight.ndim == 3
+        self.weight.data = unpack(self.weight.data)
         super()._load_from_state_dict(*arguments)
-        if panels:
+        if is_packed:
             pack_weights(self)
 
 
 def pack_weights(module: nn.Module) -> None:
-    """Store matrices as their device multiplies best: output-major on a GPU, input-major or in panels on a CPU."""
+    """Store Linear layers as their device multiplies best: output-major on a GPU, input-major or packed on a CPU."""
     for layer in module.modules():
         if not isinstance(layer, Linear):
             continue
-        weight = flat(layer.weight.data)
+        weight = unpack(layer.weight.data)
         outputs, inputs = weight.shape
         if not weight.is_cpu:
             layer.weight.data = weight.contiguous()
-        elif isinstance(layer, PackedLinear) and weight.dtype == torch.float32 and outputs % PANEL == 0:
-            layer.weight.data = weight.reshape(-1, PANEL, inputs).transpose(1, 2).contiguous()
+        elif isinstance(layer, PackedLinear) and weight.dtype == torch.float32 and outputs % PACK_WIDTH == 0:
+            layer.weight.data = weight.reshape(-1, PACK_WIDTH, inputs).transpose(1, 2).contiguous()
         else:
             layer.weight.data = weight.t().contiguous().t()
 
 
-def input_major(module: nn.Module) -> None:
-    """Store every matrix of the module's Linear layers input-major, in place: same values, other strides."""
+def to_input_major(module: nn.Module) -> None:
+    """Store the Linear layers input-major, in place: same values and shapes, other strides."""
     for layer in module.modules():
         if isinstance(layer, Linear):
-            layer.weight.data = flat(layer.weight.data).t().contiguous().t()
-
-
-_ROWS = ((2, 1), (4, 4), (8, 8), (16, 16))  # at least so many rows, and a multiple of that
-_BLOCKS = (256, 64)  # places that may be summed up with the nodes of a tree between them
-_COUNTS = (1, 2, 3, 5, 6, 7, 9, 11, 13, 19, 25, 33)
-_MOST = 48  # rows of the product that others are compared with
-
-
-class RowInvariance(NamedTuple):
-    """What products must look like for the bits of a row not to depend on the others."""
-
-    fewest: int  # rows at least
-    multiple: int  # of which the number of rows must be one
-    block: int  # terms of a sum that may have zeros between them, as many as a tree has nodes
-
-
-def fewest() -> int:
-    """The least number of rows of a product that rounds as one of many rows does."""
-    return _tried(torch.get_num_threads()).fewest
-
-
-def multiple() -> int:
-    """What the number of rows must be a multiple of."""
-    return _tried(torch.get_num_threads()).multiple
-
-
-def block(dtype: torch.dtype, heads: int) -> int:
-    """How many places attention may sum up in one go: zeros between them, where a tree has nodes, change nothing.
-
-    The sums of several heads (of keys and values) are dealt out to the threads; those of one may be shared by them.
-    """
-    if dtype != torch.float32:
-        return _BLOCKS[0]
-    return _tried(torch.get_num_threads()).block if heads > 1 else _BLOCKS[-1]
-
-
-def chunk() -> int:
-    """The longest inner product that the BLAS does in one go for any number of rows; many threads share longer ones."""
-    return 768 if torch.get_num_threads() <= 2 else 256
-
-
-def padded_rows(count: int, dtype: torch.dtype) -> int:
-    """How many rows a product of `count` rows must have; 16-bit types need a multiple of four everywhere."""
-    least, of = (fewest(), multiple()) if dtype == torch.float32 else (4, 4)
-    return -(-max(count, least) // of) * of
+            layer.weight.data = unpack(layer.weight.data).t().contiguous().t()
 
 
 @functools.cache
 @torch.no_grad()
-def _tried(threads: int) -> RowInvariance:
-    """The first of the known ways that makes rows independent here; the most cautious one if none is seen to."""
-    rows = next((way for way in _ROWS if _rows_agree(*way)), None)
-    size = next((size for size in _BLOCKS if rows is not None and _sums_agree(size, rows[0])), None)
-    if rows is None or size is None:
-        log.info("this machine rounds products by their number of rows; trees may differ from plain decoding by a bit")
-    return RowInvariance(*(rows or _ROWS[-1]), size or _BLOCKS[-1])
+def _probe(threads: int) -> RowInvariance:
+    """The least restrictive rules that keep rows independent on this processor, the strictest if none is seen to."""
+    rows = next((rule for rule in _ROW_RULES if _rows_agree(*rule)), None)
+    block = next((size for size in _SUM_BLOCKS if rows is not None and _sums_agree(size, rows[0])), None)
+    if rows is None or block is None:
+        log.info(
+            "products on this processor round by their number of rows; images drawn with trees may differ from plain "
+            "decoding where two tokens are nearly equal"
+        )
+    return RowInvariance(*(rows or _ROW_RULES[-1]), block or _SUM_BLOCKS[-1])
 
 
 def _random(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu", dtype=torch.float32)
 
 
-def _rows_agree(least: int, of: int) -> bool:
-    """True if products of so many rows have the bits of a larger one: of a matrix, of panels, of keys."""
-    x, matrix = _random(0, _MOST, 64), _random(1, 64, 96)
-    heads = _random(2, 3, 64, 96)
+def _rows_agree(least: int, multiple: int) -> bool:
+    """True if padded products have the bits of a larger one, for a matrix and for a batch of packs."""
+    x, matrix = _random(0, _PROBE_MAX_ROWS, 64), _random(1, 64, 96)
+    packs = _random(2, 3, 64, 96)
 
     def products(rows: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.nn.functional.linear(rows, matrix.t()), torch.bmm(rows.expand(3, -1, -1), heads)
+        return F.linear(rows, matrix.t()), torch.bmm(rows.expand(3, -1, -1), packs)
 
-    flat, deep = products(x)
-    for count in _COUNTS:
-        size = -(-max(count, least) // of) * of
-        for start in (0, _MOST - size):
-            place = slice(start, start + size)
-            few, few_deep = products(x[place])
-            if not torch.equal(few, flat[place]) or not torch.equal(few_deep, deep[:, place]):
+    expected, expected_packed = products(x)
+    for count in _PROBE_ROW_COUNTS:
+        size = _round_up(max(count, least), multiple)
+        for start in (0, _PROBE_MAX_ROWS - size):
+            part = slice(start, start + size)
+            out, out_packed = products(x[part])
+            if not torch.equal(out, expected[part]) or not torch.equal(out_packed, expected_packed[:, part]):
                 return False
     return True
 
 
 def _sums_agree(size: int, rows: int) -> bool:
-    """True if sums of `size` terms keep their bits when zeros come between them."""
+    """True if sums of `size` terms keep their bits when MAX_NODES zeros come between them."""
     length = size + MAX_NODES
     weights, values = _random(3, 2, rows, size), _random(4, 2, size, 65)
-    place = torch.randperm(length, generator=torch.Generator().manual_seed(5), device="cpu")[:size].sort().values
-    sparse, spread = weights.new_zeros(2, rows, length), _random(6, 2, length, 65)
-    sparse[:, :, place], spread[:, place] = weights, values
-    return torch.equal(torch.bmm(sparse, spread), torch.bmm(weights, values))
+    index = torch.randperm(length, generator=torch.Generator().manual_seed(5), device="cpu")[:size].sort().values
+    sparse_weights, sparse_values = weights.new_zeros(2, rows, length), _random(6, 2, length, 65)
+    sparse_weights[:, :, index], sparse_values[:, index] = weights, values
+    return torch.equal(torch.bmm(sparse_weights, sparse_values), torch.bmm(weights, values))

@@ -1,6 +1,6 @@
-"""The one decoder: every family is a setting of `Arch`.
+"""The decoder-only transformer of every family; `Arch` holds what differs between them.
 
-The network knows nothing about caches, trees or images: it is given embeddings, rotations and a way to attend.
+It knows nothing about KV caches, trees or images: it takes embeddings, RoPE rotations and an attention function.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """Everything that tells one decoder from another."""
+    """The architecture of a decoder."""
 
     dim: int
     layers: int
@@ -39,46 +39,46 @@ class Arch:
     qk_norm_heads: Literal["shared", "per_head"] = "shared"
     norm: Literal["pre", "post", "pre_skip_first"] = "pre"
     final_norm: Literal["rms", "none"] = "rms"
-    outputs: range | None = None  # vocabulary rows that the head is cut to
-    head_hidden: int = 0  # width of a hidden layer in the head, 0 for a head that is one matrix
+    outputs: range | None = None  # token ids that the LM head is restricted to
+    head_hidden: int = 0  # width of a hidden layer in the LM head, 0 for a head that is one matrix
 
     def __post_init__(self) -> None:
         if self.head_dim is None and self.dim % self.heads:
             raise ConfigError(
                 f"dim {self.dim} does not divide into {self.heads} heads; give head_dim or another number of heads."
             )
-        if self.heads % self.groups:
-            raise ConfigError(f"{self.heads} heads cannot share {self.groups} key-value heads; use a divisor.")
-        self.rope.check(self.width)
+        if self.heads % self.num_kv_heads:
+            raise ConfigError(f"{self.heads} heads cannot share {self.num_kv_heads} key-value heads; use a divisor.")
+        self.rope.check(self.head_width)
 
     @property
-    def width(self) -> int:
-        """Width of one head."""
+    def head_width(self) -> int:
+        """D, the dimensions of one head."""
         return self.head_dim or self.dim // self.heads
 
     @property
-    def groups(self) -> int:
-        """Key-value heads."""
+    def num_kv_heads(self) -> int:
+        """G, the number of heads of keys and values; fewer than `heads` in grouped-query attention."""
         return self.kv_heads or self.heads
 
 
-def unit(x: Tensor, eps: float) -> Tensor:
-    """x over its root mean square along the last dimension, computed in float32. F.rms_norm takes longer."""
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
+    """x divided by its root mean square along the last dimension, computed in float32. F.rms_norm is slower."""
     if x.dtype != torch.float32:
-        return unit(x.float(), eps).to(x.dtype)
-    size = (x * x).sum(-1, keepdim=True)
+        return rms_normalize(x.float(), eps).to(x.dtype)
+    squares = (x * x).sum(-1, keepdim=True)
     if x.is_cpu:
-        return x * torch.add(scalar(eps), size, alpha=1 / x.shape[-1]).rsqrt_()
-    return x * size.div_(x.shape[-1]).add_(eps).rsqrt_()
+        return x * torch.add(scalar(eps), squares, alpha=1 / x.shape[-1]).rsqrt_()
+    return x * squares.div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
-def same_type(weight: Tensor, x: Tensor) -> Tensor:
-    """The weight in the type of x, which differs under autocast."""
+def cast_like(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight in the dtype of x, which differs under autocast."""
     return weight if weight.dtype == x.dtype else weight.to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 and rounded before the weight is applied."""
+    """RMS norm, computed in float32 and rounded to the input's dtype before the weight is applied."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -86,36 +86,37 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return unit(x, self.eps) * same_type(self.weight, x)
+        return rms_normalize(x, self.eps) * cast_like(self.weight, x)
 
 
 class HeadNorm(nn.Module):
-    """The affine of a norm over the width of each head: one for all heads or one per head."""
+    """Weight (and bias) of a QK norm over the width of each head, shared by all heads or one per head."""
 
     def __init__(self, kind: Literal["layer", "rms"], heads: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(heads, width))
         self.bias = nn.Parameter(torch.zeros(heads, width)) if kind == "layer" else None
 
-    def scale(self, x: Tensor) -> None:
-        """Apply it to heads x (R, N, H, D), in place."""
-        x.mul_(same_type(self.weight, x))
+    def apply_affine_(self, x: Tensor) -> None:
+        """Scale and shift normalised heads x (R, N, H, D) in place."""
+        x.mul_(cast_like(self.weight, x))
         if self.bias is not None:
-            x.add_(same_type(self.bias, x))
+            x.add_(cast_like(self.bias, x))
 
 
 class DecoderLayer(nn.Module):
-    """Attention and SwiGLU, with fused qkv and gate-up matrices.
+    """Attention and SwiGLU FFN, with fused QKV and gate-up matrices.
 
-    Parts are not called as modules: looking for hooks takes a CPU longer than some of the work.
+    Submodules are used through `linear(x, module.weight)` and `.forward`: on a CPU, the hook checks of `__call__` take
+    longer than some of the work.
     """
 
     def __init__(self, arch: Arch, index: int) -> None:
         super().__init__()
         self.arch, self.index = arch, index
-        inner, shared = arch.heads * arch.width, arch.groups * arch.width
-        self.qkv = PackedLinear(arch.dim, inner + 2 * shared)
-        self.out = PackedLinear(inner, arch.dim)
+        q_width, kv_width = arch.heads * arch.head_width, arch.num_kv_heads * arch.head_width
+        self.qkv = PackedLinear(arch.dim, q_width + 2 * kv_width)
+        self.out = PackedLinear(q_width, arch.dim)
         self.gate_up = PackedLinear(arch.dim, 2 * arch.ffn)
         self.down = PackedLinear(arch.ffn, arch.dim)
         skip = arch.norm == "pre_skip_first" and index == 0
@@ -124,32 +125,32 @@ class DecoderLayer(nn.Module):
         self.q_norm = self.k_norm = None
         if arch.qk_norm != "none":
             per_head = arch.qk_norm_heads == "per_head"
-            self.q_norm = HeadNorm(arch.qk_norm, arch.heads if per_head else 1, arch.width)
-            self.k_norm = HeadNorm(arch.qk_norm, arch.groups if per_head else 1, arch.width)
+            self.q_norm = HeadNorm(arch.qk_norm, arch.heads if per_head else 1, arch.head_width)
+            self.k_norm = HeadNorm(arch.qk_norm, arch.num_kv_heads if per_head else 1, arch.head_width)
 
-    def heads(self, x: Tensor) -> Tensor:
-        """Queries, keys and values as they leave their product: (R, N, (H + 2 G) D)."""
+    def project_qkv(self, x: Tensor) -> Tensor:
+        """Norm and fused QKV projection: (R, N, dim) -> (R, N, (H + 2 G) D)."""
         return linear(x if self.arch.norm == "post" else self.attention_norm.forward(x), self.qkv.weight)
 
-    def before(self, x: Tensor, turn: CosSin) -> tuple[Tensor, Tensor, Tensor]:
+    def pre_attention(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor, Tensor]:
         """Everything before attention: x (R, N, dim) -> q (R, N, H, D), k and v (R, N, G, D)."""
         arch = self.arch
-        heads = self.heads(x).view(*x.shape[:-1], -1, arch.width)  # (R, N, H + 2 G, D)
-        both, v = heads.split_with_sizes([arch.heads + arch.groups, arch.groups], -2)
+        qkv = self.project_qkv(x).view(*x.shape[:-1], -1, arch.head_width)  # (R, N, H + 2 G, D)
+        qk, v = qkv.split_with_sizes([arch.heads + arch.num_kv_heads, arch.num_kv_heads], -2)
         if self.q_norm is not None and self.k_norm is not None:
-            both = self._head_norm(both, self.q_norm, self.k_norm)
-        q, k = apply_rope(both, turn, arch.rope.pairing).split_with_sizes([arch.heads, arch.groups], -2)
+            qk = self._qk_norm(qk, self.q_norm, self.k_norm)
+        q, k = apply_rope(qk, cos_sin, arch.rope.pairing).split_with_sizes([arch.heads, arch.num_kv_heads], -2)
         return q, k, v
 
-    def _head_norm(self, x: Tensor, q: HeadNorm, k: HeadNorm) -> Tensor:
+    def _qk_norm(self, x: Tensor, q: HeadNorm, k: HeadNorm) -> Tensor:
         """Norm over the width of queries and keys x (R, N, H + G, D), rounded before the affines are applied."""
-        x = F.layer_norm(x, x.shape[-1:], eps=1e-5) if self.arch.qk_norm == "layer" else unit(x, 1e-5)
-        q.scale(x.narrow(-2, 0, self.arch.heads))
-        k.scale(x.narrow(-2, self.arch.heads, self.arch.groups))
+        x = F.layer_norm(x, x.shape[-1:], eps=1e-5) if self.arch.qk_norm == "layer" else rms_normalize(x, 1e-5)
+        q.apply_affine_(x.narrow(-2, 0, self.arch.heads))
+        k.apply_affine_(x.narrow(-2, self.arch.heads, self.arch.num_kv_heads))
         return x
 
-    def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Everything after attention: the block's input x (R, N, dim) and what was attended to (R, N, H * D)."""
+    def post_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Everything after attention: layer input x (R, N, dim), attention output (R, N, H * D) -> (R, N, dim)."""
         if self.arch.norm == "post":
             x = x + self.attention_norm.forward(linear(attended, self.out.weight))
             return x + self.ffn_norm.forward(self.ffn(x))
@@ -157,14 +158,16 @@ class DecoderLayer(nn.Module):
         return x + self.ffn(self.ffn_norm.forward(x))
 
     def ffn(self, x: Tensor) -> Tensor:
+        """SwiGLU: (R, N, dim) -> (R, N, dim)."""
         gate, up = linear(x, self.gate_up.weight).split_with_sizes([self.arch.ffn, self.arch.ffn], -1)
         one = scalar(1.0) if x.is_cpu else 1
-        gated = gate / (torch.exp(-gate) + one)  # F.silu rounds by place once threads share a tensor
-        return linear(gated * up, self.down.weight)
+        # Not F.silu: its bits depend on the element's position once several threads share a tensor.
+        activated = gate / (torch.exp(-gate) + one)
+        return linear(activated * up, self.down.weight)
 
 
 class MLPHead(nn.Module):
-    """A head with a hidden layer and biases; `weight` is that of the last matrix, one row an output."""
+    """LM head with a hidden GELU layer and biases; `weight` is that of the last matrix, one row per output."""
 
     def __init__(self, dim: int, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -176,12 +179,13 @@ class MLPHead(nn.Module):
         return self.out.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = self.hidden(x).float()
-        return self.out((wide * 0.5 * (1 + torch.erf(wide * 2**-0.5))).to(x.dtype))  # F.gelu rounds by place
+        hidden = self.hidden(x).float()
+        # Not F.gelu: its bits depend on the element's position, as F.silu's do.
+        return self.out((hidden * 0.5 * (1 + torch.erf(hidden * 2**-0.5))).to(x.dtype))
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm and head."""
+    """Embedding, decoder layers, final norm and LM head."""
 
     def __init__(self, arch: Arch) -> None:
         super().__init__()
@@ -198,20 +202,20 @@ class Transformer(nn.Module):
         return self.embedding(tokens)
 
     def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
-        """Embeddings (R, N, dim) and rotation (R, N, 2, width / 2) to features (R, N, dim): what the head reads."""
-        turn = split_cos_sin(self.arch.rope.cos_sin(rotation, x.dtype))
-        for index, block in enumerate(self.blocks):
-            q, k, v = block.before(x, turn)  # type: ignore[operator]
-            x = block.after(x, attend(index, q, k, v))  # type: ignore[operator]
+        """Embeddings (R, N, dim) and rotation (R, N, 2, D / 2) to the features (R, N, dim) that the LM head reads."""
+        cos_sin = split_cos_sin(self.arch.rope.cos_sin(rotation, x.dtype))
+        for index, layer in enumerate(self.blocks):
+            q, k, v = layer.pre_attention(x, cos_sin)  # type: ignore[operator]
+            x = layer.post_attention(x, attend(index, q, k, v))  # type: ignore[operator]
         return self.norm(x)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Float32 logits over the head's outputs."""
+        """Float32 logits over the LM head's outputs."""
         return self.head(features).float()
 
 
-def causal(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to everything before, no cache: for training on whole sequences."""
+def causal_attention(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention over whole sequences without a KV cache, for training."""
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=q.shape[2] != k.shape[2]
     )

@@ -2,7 +2,7 @@
 
 Convolutional encoder and decoder around finite scalar quantisation (FSQ, arXiv 2309.15505): every cell is a short
 vector whose entries are rounded to a few levels each, and its code is that vector read as a mixed-radix number. There
-is no learned codebook, hence nothing that can collapse. This module knows nothing about token ids or text.
+is no learned codebook, hence no codebook collapse.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.nn.weights import load_weights, save_weights
+from underdraw.tokenizers.blocks import FromWidth, ResidualBlock, Upsample, check_image_size
 
 KIND = "underdraw-tokenizer"
 Norm = Literal["cell", "group"]
@@ -27,12 +28,12 @@ Padding = Literal["zeros", "replicate"]
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerArch:
-    """Shape of a tokenizer. Widths and blocks go from the pixels inwards for the encoder, outwards for the decoder.
+class FSQArch:
+    """The architecture of an FSQ tokenizer. Widths and blocks are listed in the order in which the levels run.
 
-    `encoder_norm="cell"` normalises every position by itself, so that the codes of an object do not change with what
-    stands elsewhere in the picture, as they would with group statistics; "group" is the usual GroupNorm. With
-    `encoder_padding="replicate"` a plain colour has one code up to the picture's edge.
+    `encoder_norm="cell"` normalises every position by itself, so that the codes of an object do not depend on the rest
+    of the image, as they do with the statistics of "group", the usual GroupNorm. With `encoder_padding="replicate"` a
+    plain colour has one code up to the image's edge.
     """
 
     levels: tuple[int, ...] = (8, 8, 8, 8)
@@ -45,16 +46,16 @@ class TokenizerArch:
 
     def __post_init__(self) -> None:
         for name in ("levels", "encoder_widths", "encoder_blocks", "decoder_widths", "decoder_blocks"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON hands over lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
         depths = {
             len(sizes) for sizes in (self.encoder_widths, self.encoder_blocks, self.decoder_widths, self.decoder_blocks)
         }
         if len(depths) != 1:
             raise ConfigError(
-                f"encoder and decoder need as many widths as blocks, all four the same number; given {sorted(depths)}"
+                f"encoder and decoder need as many widths as blocks, all four the same number; given {sorted(depths)}."
             )
         if min(self.levels) < 2:
-            raise ConfigError(f"every FSQ dimension needs at least 2 levels; given {self.levels}")
+            raise ConfigError(f"every FSQ dimension needs at least 2 levels; given {self.levels}.")
 
     @property
     def codes(self) -> int:
@@ -68,7 +69,7 @@ class TokenizerArch:
 
 
 class Quantized(NamedTuple):
-    """Cells rounded to their levels, with straight-through gradients, and the codes they stand for."""
+    """Cells rounded to their levels, with straight-through gradients, and their codes."""
 
     cells: Tensor  # (B, D, H, W)
     codes: Tensor  # (B, H, W) int64
@@ -76,7 +77,7 @@ class Quantized(NamedTuple):
 
 
 class Reconstruction(NamedTuple):
-    """What a tokenizer makes of a picture."""
+    """An image after encoding and decoding."""
 
     pixels: Tensor  # (B, 3, H, W)
     codes: Tensor  # (B, H/f, W/f) int64
@@ -109,12 +110,12 @@ class FiniteScalarQuantizer(nn.Module):
         return Quantized((rounded / half).movedim(-1, 1), codes, bounded + half)
 
     def lookup(self, codes: Tensor) -> Tensor:
-        """Cells of given codes."""  # (B, H, W) -> (B, D, H, W)
+        """Cells of codes."""  # (B, H, W) -> (B, D, H, W)
         return self.codebook[codes].movedim(-1, 1)
 
 
-class CellNorm(nn.Module):
-    """Root-mean-square norm over the channels of every position, blind to all other positions."""
+class ChannelRMSNorm(nn.Module):
+    """RMS norm over the channels of every position, independent of all other positions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -127,77 +128,58 @@ class CellNorm(nn.Module):
         return (cells * scale * self.weight.to(x.dtype) + self.bias.to(x.dtype)).movedim(-1, 1)
 
 
-def _norm(kind: Norm, width: int) -> nn.Module:
-    return CellNorm(width) if kind == "cell" else nn.GroupNorm(16, width)
+def _group_norm(width: int) -> nn.Module:
+    return nn.GroupNorm(16, width)
 
 
-class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside the identity; starts as the identity."""
-
-    def __init__(self, width: int, norm: Norm, padding: Padding = "zeros") -> None:
-        super().__init__()
-        self.norm1 = _norm(norm, width)
-        self.conv1 = nn.Conv2d(width, width, 3, padding=1, padding_mode=padding)
-        self.norm2 = _norm(norm, width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, padding_mode=padding)
-        nn.init.zeros_(self.conv2.weight)
-        if self.conv2.bias is not None:
-            nn.init.zeros_(self.conv2.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.conv1(F.silu(self.norm1(x)))
-        return x + self.conv2(F.silu(self.norm2(hidden)))
+def _identity_block(width: int, norm: FromWidth, padding: Padding = "zeros") -> ResidualBlock:
+    """A residual block that is the identity until it is trained."""
+    block = ResidualBlock(width, width, norm, padding_mode=padding, activation=F.silu)
+    nn.init.zeros_(block.conv2.weight)
+    if block.conv2.bias is not None:
+        nn.init.zeros_(block.conv2.bias)
+    return block
 
 
-class Upsample(nn.Module):
-    """Doubles both sides, then mixes; nearest neighbour keeps flat regions flat."""
-
-    def __init__(self, width: int, out: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(width, out, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
-
-
-class Encoder(nn.Sequential):
+class FSQEncoder(nn.Sequential):
     """Pixels to unrounded cells."""
 
-    def __init__(self, arch: TokenizerArch) -> None:
-        widths, norm, padding = arch.encoder_widths, arch.encoder_norm, arch.encoder_padding
+    def __init__(self, arch: FSQArch) -> None:
+        widths, padding = arch.encoder_widths, arch.encoder_padding
+        norm: FromWidth = ChannelRMSNorm if arch.encoder_norm == "cell" else _group_norm
         layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 3, padding=1, padding_mode=padding)]
         for stage, (width, blocks) in enumerate(zip(widths, arch.encoder_blocks, strict=True)):
             if stage:
                 layers += [nn.SiLU()] if arch.encoder_blocks[stage - 1] == 0 else []
                 layers.append(nn.Conv2d(widths[stage - 1], width, 4, stride=2, padding=1, padding_mode=padding))
-            layers += [ResidualBlock(width, norm, padding) for _ in range(blocks)]
-        layers += [_norm(norm, widths[-1]), nn.SiLU(), nn.Conv2d(widths[-1], len(arch.levels), 1)]
+            layers += [_identity_block(width, norm, padding) for _ in range(blocks)]
+        layers += [norm(widths[-1]), nn.SiLU(), nn.Conv2d(widths[-1], len(arch.levels), 1)]
         super().__init__(*layers)
 
 
-class Decoder(nn.Sequential):
+class FSQDecoder(nn.Sequential):
     """Rounded cells to pixels."""
 
-    def __init__(self, arch: TokenizerArch) -> None:
+    def __init__(self, arch: FSQArch) -> None:
         widths = arch.decoder_widths
         layers: list[nn.Module] = [nn.Conv2d(len(arch.levels), widths[0], 3, padding=1)]
         for stage, (width, blocks) in enumerate(zip(widths, arch.decoder_blocks, strict=True)):
             if stage:
                 layers.append(Upsample(widths[stage - 1], width))
-            layers += [ResidualBlock(width, "group") for _ in range(blocks)]
-        layers += [nn.GroupNorm(16, widths[-1]), nn.SiLU(), nn.Conv2d(widths[-1], 3, 3, padding=1)]
+            layers += [_identity_block(width, _group_norm) for _ in range(blocks)]
+        layers += [_group_norm(widths[-1]), nn.SiLU(), nn.Conv2d(widths[-1], 3, 3, padding=1)]
         super().__init__(*layers)
 
 
-class VQTokenizer(nn.Module):
-    """Image tokenizer of the tiny family. Pixels are RGB in [-1, 1]."""
+class FSQTokenizer(nn.Module):
+    """An image tokenizer with finite scalar quantisation. Pixels are RGB in [-1, 1]."""
 
-    def __init__(self, arch: TokenizerArch) -> None:
+    def __init__(self, arch: FSQArch) -> None:
         super().__init__()
         self.arch = arch
-        self.encoder = Encoder(arch)
+        self.encoder = FSQEncoder(arch)
         self.quantizer = FiniteScalarQuantizer(arch.levels)
-        self.decoder = Decoder(arch)
+        self.decoder = FSQDecoder(arch)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a third faster on CPU, twice on GPU
 
     @property
@@ -207,30 +189,24 @@ class VQTokenizer(nn.Module):
 
     @property
     def codebook(self) -> Tensor:
-        """The cell every code stands for."""  # (K, D)
+        """The cell of each code."""  # (K, D)
         return self.quantizer.codebook
 
     def forward(self, pixels: Tensor) -> Reconstruction:
-        """Reconstruction with gradients, not clamped; what training wants."""
+        """Encode and decode with gradients, not clamped, for training."""
         quantized = self.quantizer(self.encoder(pixels.contiguous(memory_format=torch.channels_last)))
         return Reconstruction(self.decoder(quantized.cells), quantized.codes, quantized.latents)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Codes of pictures."""  # (B, 3, H, W) -> (B, H/f, W/f) int64
-        height, width = pixels.shape[-2:]
-        f = self.downsample
-        if height % f or width % f:
-            raise ConfigError(
-                f"a picture of {height}x{width} pixels is not a multiple of {f} on both sides; "
-                f"crop it to {height // f * f}x{width // f * f}"
-            )
+        """Codes of images."""  # (B, 3, H, W) -> (B, H/f, W/f) int64
+        check_image_size(pixels, self.downsample)
         pixels = pixels.to(self._dtype()).contiguous(memory_format=torch.channels_last)
         return self.quantizer(self.encoder(pixels)).codes
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
-        """Pictures of codes, clamped to [-1, 1]."""  # (B, H, W) -> (B, 3, H*f, W*f)
+        """Images of codes, clamped to [-1, 1]."""  # (B, H, W) -> (B, 3, H*f, W*f)
         cells = self.quantizer.lookup(codes).to(self._dtype()).contiguous(memory_format=torch.channels_last)
         return self.decoder(cells).clamp(-1, 1)
 
@@ -239,18 +215,21 @@ class VQTokenizer(nn.Module):
 
 
 def save_tokenizer(
-    folder: str | Path, model: VQTokenizer, progress: Mapping[str, Any], precision: Literal["bf16", "int8"] = "bf16"
+    folder: str | Path, model: FSQTokenizer, progress: Mapping[str, Any], precision: Literal["bf16", "int8"] = "bf16"
 ) -> None:
-    """Weights with their architecture, and how long they were trained."""
+    """Write a tokenizer's weights with its architecture and training progress."""
     about = {"kind": KIND, "arch": dataclasses.asdict(model.arch), "progress": dict(progress)}
     save_weights(folder, model.state_dict(), about, precision)
 
 
-def load_tokenizer(folder: str | Path, device: torch.device | str = "cpu") -> tuple[VQTokenizer, dict[str, Any]]:
-    """A tokenizer in fp32 and how long it was trained."""
+def load_tokenizer(folder: str | Path, device: torch.device | str = "cpu") -> tuple[FSQTokenizer, dict[str, Any]]:
+    """Read a tokenizer in float32, and its training progress."""
     weights, about = load_weights(folder)
     if about.get("kind") != KIND:
-        raise CheckpointError(f"{folder} holds no image tokenizer (its kind is {about.get('kind')!r}, not {KIND!r}).")
-    model = VQTokenizer(TokenizerArch(**about["arch"]))
+        raise CheckpointError(
+            f"{folder} holds no image tokenizer: its kind is {about.get('kind')!r}, not {KIND!r}; "
+            "pass the folder of a tokenizer."
+        )
+    model = FSQTokenizer(FSQArch(**about["arch"]))
     model.load_state_dict(weights)
     return model.to(device), about["progress"]

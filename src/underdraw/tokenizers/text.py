@@ -1,8 +1,8 @@
-"""Words and byte-level BPE for prompts: lower-case text to at most a few dozen token ids and back. Pure Python.
+"""The tiny family's text tokenizer: whole words and byte-level BPE, in pure Python.
 
-Ids: 0 pads, 1 begins a prompt, then the 256 bytes, then one id per merge in the order of learning, then one per known
-word. A known word is one token; anything else is spelled with merges and bytes, so text in any script encodes, only to
-more tokens. How merges and words are chosen is `training.text`'s business.
+Token ids: 0 is padding, 1 the beginning of a prompt (BOS), then the 256 bytes, then one id per merge in the order of
+learning, then one per word of the vocabulary. A word of the vocabulary is one token; anything else is encoded by merges
+and bytes, so text in any script encodes, only to more tokens. Merges and words are learnt by recipes/tiny/text.py.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from pathlib import Path
 from typing import Literal
 
 from underdraw.errors import CheckpointError
+from underdraw.io import read_json
 
-PAD, BEGIN, FIRST_BYTE = 0, 1, 2
+PAD, BOS, FIRST_BYTE = 0, 1, 2
 FIRST_MERGE = FIRST_BYTE + 256
 _PIECES = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
 
 
 def normalize(text: str) -> str:
-    """One spelling for what looks the same: NFKC, lower case, single spaces, none at the ends."""
+    """Text in NFKC and lower case, with single spaces and none at the ends."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def pieces(text: str) -> list[str]:
-    """The words of normalized text, each with the space before it; merges never cross their borders."""
+def pre_tokenize(text: str) -> list[str]:
+    """Split normalized text into words, each with the space before it; merges never cross them."""
     return _PIECES.findall(" " + text) if text else []
 
 
 class TextTokenizer:
-    """Encodes prompts with fixed merges and words. A word includes the space before it."""
+    """Encodes prompts with fixed merges and a vocabulary of words, which include the space before them."""
 
     def __init__(self, merges: Sequence[tuple[int, int]], words: Sequence[str] = (), max_length: int = 32) -> None:
         self.merges = tuple((int(left), int(right)) for left, right in merges)
@@ -44,26 +45,26 @@ class TextTokenizer:
         self._bytes: list[bytes] = [b"", b"", *(bytes([value]) for value in range(256))]
         for left, right in self.merges:
             self._bytes.append(self._bytes[left] + self._bytes[right])
-        self._word_ids = {word: len(self._bytes) + place for place, word in enumerate(self.words)}
+        self._word_ids = {word: len(self._bytes) + index for index, word in enumerate(self.words)}
         self._bytes += [word.encode() for word in self.words]
-        # Captions repeat their words, so nearly every piece is found here.
-        self._piece_ids = functools.lru_cache(maxsize=65536)(self.spell)
+        # Captions repeat their words, so nearly every piece is cached.
+        self._cached_piece = functools.lru_cache(maxsize=65536)(self.encode_piece)
 
     @property
     def size(self) -> int:
-        """Number of ids."""
+        """Number of token ids."""
         return len(self._bytes)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, BEGIN first, cut after `max_length`."""
-        return [BEGIN, *self.spell_all(text)][: self.max_length]
+        """Token ids of a prompt, BOS first, truncated to `max_length`."""
+        return [BOS, *self.encode_text(text)][: self.max_length]
 
-    def spell_all(self, text: str) -> list[int]:
-        """Ids of a whole text, without BEGIN and however many there are."""
-        return [token for piece in pieces(normalize(text)) for token in self._piece_ids(piece)]
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text without BOS, not truncated."""
+        return [token for piece in pre_tokenize(normalize(text)) for token in self._cached_piece(piece)]
 
     def encode_batch(self, texts: Sequence[str], side: Literal["left", "right"] = "left") -> list[list[int]]:
-        """Ids of several prompts, padded to `max_length` on the given side."""
+        """Token ids of several prompts, padded to `max_length` on one side."""
         rows = []
         for text in texts:
             ids = self.encode(text)
@@ -72,20 +73,20 @@ class TextTokenizer:
         return rows
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 (a prompt cut in mid-character) become replacement signs."""
+        """Text of token ids; invalid UTF-8 (a prompt truncated inside a character) becomes replacement characters."""
         return b"".join(self._bytes[token] for token in ids).decode("utf-8", errors="replace").strip()
 
-    def spell(self, piece: str) -> tuple[int, ...]:
-        """Ids of one piece."""
+    def encode_piece(self, piece: str) -> tuple[int, ...]:
+        """Token ids of one word with its space."""
         if piece in self._word_ids:
             return (self._word_ids[piece],)
         ids = [FIRST_BYTE + value for value in piece.encode()]
         while len(ids) > 1:
-            candidates = [(self._ranks[pair], place) for place, pair in enumerate(pairwise(ids)) if pair in self._ranks]
+            candidates = [(self._ranks[pair], index) for index, pair in enumerate(pairwise(ids)) if pair in self._ranks]
             if not candidates:
                 break
-            token, place = min(candidates)
-            ids[place : place + 2] = [token]
+            token, index = min(candidates)
+            ids[index : index + 2] = [token]
         return tuple(ids)
 
     def save(self, path: str | Path) -> None:
@@ -103,12 +104,9 @@ class TextTokenizer:
     @classmethod
     def load(cls, path: str | Path) -> TextTokenizer:
         """Read a vocabulary that `save` wrote."""
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"no text vocabulary could be read from {path} ({error})") from error
+        document = read_json(Path(path), "a text vocabulary", CheckpointError)
         if document.get("kind") != "underdraw-text" or document.get("version") != 1:
             raise CheckpointError(
-                f"{path} is not a text vocabulary of version 1; train one with python -m recipes.tiny.text"
+                f"{path} is not a text vocabulary of version 1; train one with python -m recipes.tiny.text."
             )
         return cls(document["merges"], document["words"], document["max_length"])

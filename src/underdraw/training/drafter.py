@@ -29,7 +29,7 @@ from underdraw.drafters.trained import SHARED_WEIGHTS, build_net, save_drafter
 from underdraw.models.checkpoint import open_checkpoint
 from underdraw.models.family import LoadedModel
 from underdraw.models.loading import load_model, resolve_placement
-from underdraw.nn.row_invariant import input_major
+from underdraw.nn.row_invariant import to_input_major
 from underdraw.nn.weights import load_weights
 from underdraw.pipeline import Pipeline
 from underdraw.training.checkpoint import load_state
@@ -181,7 +181,7 @@ class Trainer:
         for parameter in own_parameters(net).values():
             parameter.requires_grad_(False)
         if place.device.type == "cpu":
-            input_major(net)
+            to_input_major(net)
         return net
 
     def drafter(self) -> Eagle | BlockDrafter:

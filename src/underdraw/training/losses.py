@@ -57,7 +57,7 @@ class BlockLoss(nn.Module):
         above = above_tokens(lesson.raster, layout, steps.repeat(copies, 1), spread, copies)
         slots = net.slots.repeat(trees, 1) + net.slot_above(net.embed_above(above))
         stream = net.embed_inputs(lesson.tokens, lesson.features, lesson.above)
-        split_cos_sin = net.body.arch.rope.raster(layout, steps.repeat(copies, 1), lesson.offset)
+        split_cos_sin = net.body.arch.rope.image_rotation(layout, steps.repeat(copies, 1), lesson.offset)
         split_cos_sin = torch.cat([lesson.rotation, split_cos_sin], dim=1)
         mask = self._mask(lesson, roots, depth)
         features = net.body(torch.cat([stream, slots.to(stream.dtype)], dim=1), split_cos_sin, _masked(mask))

@@ -88,7 +88,7 @@ class Teacher:
         count = steps.shape[1]
         x = net.embed(raster.repeat(self.copies, 1)[:, layout.start : layout.stop])
         counts, known = torch.full_like(prefill.lengths, count), [count] * len(prefill.host_lengths)
-        behind = session.cache.append(x, session.raster(steps), counts, known)
+        behind = session.decoder.append(x, session.rope_table(steps), counts, known)
         return Rows(prefill.prefix, prefill.features, behind, prefill.lengths, session.offset)
 
     @torch.no_grad()
@@ -107,8 +107,10 @@ class Teacher:
         nowhere = torch.full_like(raster[:, 0], layout.stop)  # every neighbour above is known
         above = above_tokens(raster, layout, steps + 1, nowhere, self.copies)
         offset = rows.offset - 1
-        rotation = rope.raster(layout, steps.clamp(min=0), offset)
-        rotation = torch.where((steps >= 0)[..., None, None], rotation, rope.prompt(steps.shape[1], raster.device))
+        rotation = rope.image_rotation(layout, steps.clamp(min=0), offset)
+        rotation = torch.where(
+            (steps >= 0)[..., None, None], rotation, rope.prompt_rotation(steps.shape[1], raster.device)
+        )
         return Lesson(
             layout, raster, tokens[:, 1:], features[:, :-1], steps, above, rotation, offset, rows.lengths - 1,
             self.copies,

@@ -1,4 +1,4 @@
-"""VQGAN image tokenizers against their formulas, and the shapes of the published files."""
+"""VQGAN image tokenizers against an independent implementation, and the tensor shapes of the published files."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ from pathlib import Path
 
 import checkpoint_writers
 import pytest
-import reference
+import reference_networks as reference
 import torch
 from parity_cases import CPU
-from vqgans import vqgan_shapes
+from vqgan_shapes import vqgan_shapes
 
 from underdraw.errors import CheckpointError, ConfigError
-from underdraw.models.vqgan_checkpoint import CHAMELEON, LLAMAGEN, Naming, load_vqgan
+from underdraw.models.vqgan_checkpoint import CHAMELEON, LLAMAGEN, VQGANFormat, load_vqgan
 from underdraw.tokenizers.vqgan import VQGAN, VQArch
 
-KINDS = {"chameleon": CHAMELEON, "llamagen": LLAMAGEN}
-SHAPES = {
-    "chameleon": ((32, 32, 64), 8),
-    "llamagen-16": ((32, 32, 32, 32, 64), 16),
-    "llamagen-8": ((32, 64, 64, 32), 8),
-}
+FORMATS = {"chameleon": CHAMELEON, "llamagen": LLAMAGEN}
+WIDTHS = {"chameleon": (32, 32, 64), "llamagen-16": (32, 32, 32, 32, 64), "llamagen-8": (32, 64, 64, 32)}
 
 
 def write(path: Path, kind: str, widths: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -30,12 +26,12 @@ def write(path: Path, kind: str, widths: tuple[int, ...]) -> dict[str, torch.Ten
 
 
 def load(path: Path, kind: str) -> VQGAN:
-    return load_vqgan(path, KINDS[kind], CPU, ignored=["loss", r"quantize\.codebook_used$"])
+    return load_vqgan(path, FORMATS[kind], CPU, ignored=["loss", r"quantize\.codebook_used$"])
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", WIDTHS)
 def test_decode_and_encode(tmp_path: Path, name: str) -> None:
-    kind, (widths, _) = name.partition("-")[0], SHAPES[name]
+    kind, widths = name.partition("-")[0], WIDTHS[name]
     state = write(tmp_path / "vq.pt", kind, widths)
     images = load(tmp_path / "vq.pt", kind)
     side = 2 ** (len(widths) - 1)
@@ -50,22 +46,22 @@ def test_decode_and_encode(tmp_path: Path, name: str) -> None:
     assert torch.equal(images.encode(pixels), reference.vq_encode(state, pixels, kind))
 
 
-def test_either_order_of_levels_and_any_prefix(tmp_path: Path) -> None:
-    """The hub's copy of Chameleon's tokenizer may count its decoder's levels as they run, and have a prefix."""
+def test_decoder_levels_in_either_order_and_any_prefix(tmp_path: Path) -> None:
+    """The hub's copy of Chameleon's tokenizer may count decoder levels as they run, and have a prefix."""
     state = write(tmp_path / "vq.pt", "chameleon", (32, 32, 64))
-    split_cos_sin = {}
+    reordered = {}
     for name, value in state.items():
         parts = name.split(".")
         if name.startswith("decoder.up."):
             parts[2] = str(2 - int(parts[2]))
-        split_cos_sin["model.vqmodel." + ".".join(parts)] = value
-    torch.save(split_cos_sin, tmp_path / "turned.pt")
+        reordered["model.vqmodel." + ".".join(parts)] = value
+    torch.save(reordered, tmp_path / "reordered.pt")
     codes = torch.arange(4).view(1, 2, 2)
-    images = [load(tmp_path / name, "chameleon").decode(codes) for name in ("vq.pt", "turned.pt")]
+    images = [load(tmp_path / name, "chameleon").decode(codes) for name in ("vq.pt", "reordered.pt")]
     assert torch.equal(*images)
 
 
-def test_lookup_is_on_the_unit_sphere_only_for_llamagen(tmp_path: Path) -> None:
+def test_codes_have_length_one_only_for_llamagen(tmp_path: Path) -> None:
     """Oracle 13."""
     for kind, unit in (("llamagen", True), ("chameleon", False)):
         state = write(tmp_path / "vq.pt", kind, (32, 32))
@@ -77,43 +73,42 @@ def test_lookup_is_on_the_unit_sphere_only_for_llamagen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("naming", "arch", "count", "parameters"),
+    ("file_format", "arch", "count", "parameters"),
     [
         (CHAMELEON, VQArch((128, 128, 256, 256, 512)), 293, 68.7e6),
         (LLAMAGEN, VQArch((128, 128, 256, 256, 512), codes=16384, code_dim=8, deep_attention=True), 343, 72e6),
         (LLAMAGEN, VQArch((128, 256, 256, 512), codes=16384, code_dim=8, deep_attention=True), 299, 70e6),
     ],
 )
-def test_published_shapes(naming: Naming, arch: VQArch, count: int, parameters: float) -> None:
+def test_published_shapes(file_format: VQGANFormat, arch: VQArch, count: int, parameters: float) -> None:
     """As many tensors and parameters as the published files have (LlamaGen's also count code usage)."""
     with torch.device("meta"):
         state = VQGAN(arch).state_dict()
     assert len(state) == count
     assert sum(value.numel() for value in state.values()) == pytest.approx(parameters, rel=0.03)
-    kind = "chameleon" if naming is CHAMELEON else "llamagen"
+    kind = "chameleon" if file_format is CHAMELEON else "llamagen"
     shapes = dict(vqgan_shapes(kind, arch.widths, arch.codes, arch.code_dim, 256))
     levels = 0 if kind == "chameleon" else len(arch.widths)
-    own = {naming.published(name, levels): tuple(value.shape) for name, value in state.items()}
-    assert own == {name: shape for name, shape in shapes.items() if "codebook_used" not in name}
+    ours = {file_format.tensor_name(name, levels): tuple(value.shape) for name, value in state.items()}
+    assert ours == {name: shape for name, shape in shapes.items() if "codebook_used" not in name}
 
 
-def test_published_names_of_shortcuts() -> None:
-    """Where the published tokenizers change their width."""
+def test_shortcuts_are_where_the_width_changes() -> None:
     names = [name for name, _ in vqgan_shapes("llamagen", (128, 128, 256, 256, 512), 16, 8, 256)]
-    found = [name.removesuffix(".nin_shortcut.weight") for name in names if name.endswith("nin_shortcut.weight")]
-    assert sorted(found) == [
+    blocks = [name.removesuffix(".nin_shortcut.weight") for name in names if name.endswith("nin_shortcut.weight")]
+    assert sorted(blocks) == [
         "decoder.conv_blocks.1.res.0", "decoder.conv_blocks.3.res.0",
         "encoder.conv_blocks.2.res.0", "encoder.conv_blocks.4.res.0",
     ]  # fmt: skip
 
 
-def test_pictures_of_odd_sizes(tmp_path: Path) -> None:
+def test_images_of_odd_sizes_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "vq.pt", "chameleon", (32, 32))
     with pytest.raises(ConfigError, match="9x8 pixels is not a multiple of 2 on both sides; crop it to 8x8"):
         load(tmp_path / "vq.pt", "chameleon").encode(torch.zeros(1, 3, 9, 8))
 
 
-def test_files_that_are_no_tokenizers(tmp_path: Path) -> None:
+def test_files_that_are_not_tokenizers_are_refused(tmp_path: Path) -> None:
     state = checkpoint_writers.vqgan("chameleon", 64, (32, 32))
     torch.save({name: value for name, value in state.items() if "quantize" not in name}, tmp_path / "vq.pt")
     with pytest.raises(CheckpointError, match=r"no quantize\.embedding\.weight"):

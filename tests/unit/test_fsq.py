@@ -11,13 +11,13 @@ import torch
 from recipes.tiny.train_tokenizer import SMOKE_ARCH
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.nn.weights import save_weights
-from underdraw.tokenizers.fsq import FiniteScalarQuantizer, TokenizerArch, VQTokenizer, load_tokenizer, save_tokenizer
+from underdraw.tokenizers.fsq import FiniteScalarQuantizer, FSQArch, FSQTokenizer, load_tokenizer, save_tokenizer
 
 
 @pytest.fixture
-def tokenizer() -> VQTokenizer:
+def tokenizer() -> FSQTokenizer:
     torch.manual_seed(0)
-    return VQTokenizer(SMOKE_ARCH).eval()
+    return FSQTokenizer(SMOKE_ARCH).eval()
 
 
 def parameters(module: torch.nn.Module) -> int:
@@ -25,7 +25,7 @@ def parameters(module: torch.nn.Module) -> int:
 
 
 def test_shipped_size_stays_small() -> None:
-    model = VQTokenizer(TokenizerArch())
+    model = FSQTokenizer(FSQArch())
     assert parameters(model.decoder) <= 8.5e6
     assert parameters(model.encoder) <= 6e6
     assert model.arch.codes == 4096 and model.downsample == 8
@@ -42,7 +42,7 @@ def test_every_code_survives_its_own_cell(levels: tuple[int, ...]) -> None:
     assert quantizer.codebook.min() == -1 and quantizer.codebook.max() == 1
 
 
-def test_encode_and_decode_shapes(tokenizer: VQTokenizer) -> None:
+def test_encode_and_decode_shapes(tokenizer: FSQTokenizer) -> None:
     pixels = torch.rand(2, 3, 64, 48) * 2 - 1
     codes = tokenizer.encode(pixels)
     assert codes.shape == (2, 8, 6) and codes.dtype == torch.int64
@@ -53,20 +53,20 @@ def test_encode_and_decode_shapes(tokenizer: VQTokenizer) -> None:
     assert tokenizer.codebook.shape == (4096, 4)
 
 
-def test_forward_agrees_with_encode_then_decode(tokenizer: VQTokenizer) -> None:
+def test_forward_agrees_with_encode_then_decode(tokenizer: FSQTokenizer) -> None:
     pixels = torch.rand(1, 3, 32, 32) * 2 - 1
     made = tokenizer(pixels)
     assert torch.equal(made.codes, tokenizer.encode(pixels))
     assert torch.allclose(made.pixels.clamp(-1, 1), tokenizer.decode(made.codes), atol=1e-5)
 
 
-def test_gradients_pass_the_rounding(tokenizer: VQTokenizer) -> None:
+def test_gradients_pass_the_rounding(tokenizer: FSQTokenizer) -> None:
     tokenizer(torch.rand(1, 3, 32, 32)).pixels.square().mean().backward()
     first = tokenizer.encoder[0].weight.grad
     assert first is not None and first.abs().sum() > 0
 
 
-def test_odd_sizes_are_refused(tokenizer: VQTokenizer) -> None:
+def test_odd_sizes_are_refused(tokenizer: FSQTokenizer) -> None:
     with pytest.raises(ConfigError, match="96x192"):
         tokenizer.encode(torch.zeros(1, 3, 100, 192))
 
@@ -74,7 +74,7 @@ def test_odd_sizes_are_refused(tokenizer: VQTokenizer) -> None:
 @pytest.mark.parametrize(("norm", "local"), [("cell", True), ("group", False)])
 def test_cell_norm_keeps_codes_local(norm: str, local: bool) -> None:
     torch.manual_seed(0)
-    model = VQTokenizer(dataclasses.replace(SMOKE_ARCH, encoder_norm=norm))
+    model = FSQTokenizer(dataclasses.replace(SMOKE_ARCH, encoder_norm=norm))
     with torch.no_grad():
         for parameter in model.parameters():  # blocks start as the identity; shake them awake
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -87,16 +87,16 @@ def test_cell_norm_keeps_codes_local(norm: str, local: bool) -> None:
 
 
 def test_arch_survives_json() -> None:
-    arch = TokenizerArch(levels=(8, 5, 5, 5), encoder_norm="group")
-    assert TokenizerArch(**json.loads(json.dumps(dataclasses.asdict(arch)))) == arch
+    arch = FSQArch(levels=(8, 5, 5, 5), encoder_norm="group")
+    assert FSQArch(**json.loads(json.dumps(dataclasses.asdict(arch)))) == arch
 
 
 def test_arch_with_uneven_depths_is_refused() -> None:
     with pytest.raises(ConfigError, match="as many widths as blocks"):
-        TokenizerArch(encoder_widths=(64, 128))
+        FSQArch(encoder_widths=(64, 128))
 
 
-def test_checkpoint_round_trip(tokenizer: VQTokenizer, tmp_path) -> None:
+def test_checkpoint_round_trip(tokenizer: FSQTokenizer, tmp_path) -> None:
     path = tmp_path / "tokenizer"
     save_tokenizer(path, tokenizer, {"step": 7, "seconds": 1.5})
     loaded, progress = load_tokenizer(path)

@@ -1,4 +1,7 @@
-"""Autoregressive image models, faster: exact tree-speculative decoding. Importing this imports no torch."""
+"""Fast autoregressive image generation: exact tree-speculative decoding.
+
+Importing this package does not import torch.
+"""
 
 from __future__ import annotations
 

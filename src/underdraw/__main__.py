@@ -1,4 +1,4 @@
-"""`python -m underdraw` is `underdraw`."""
+"""`python -m underdraw` runs the command `underdraw`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Prompts: what may be one, and files of them as their publishers release them: PartiPrompts, COCO, or one a line.
+"""Validation of prompts, and files of prompts: one per line, or PartiPrompts and COCO as they are published.
 
-The published files are not part of the package. Whatever is malformed is refused with its place in the file. Nothing
-here knows how many words a model reads.
+The published files are not part of the package. Errors name the line of a malformed entry. How long a prompt may be
+depends on the model and is checked there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ PARTI_COLUMNS = ("Prompt", "Category", "Challenge", "Note")
 
 @dataclass(frozen=True, slots=True)
 class PublishedSet:
-    """A published set of prompts: what its file is called and where it comes from."""
+    """A published set of prompts: names of its file and where to download it."""
 
-    files: tuple[str, ...]  # the first that is there is read
-    address: str
+    files: tuple[str, ...]  # the first that exists is read
+    url: str
 
 
 SETS = {
@@ -37,51 +37,56 @@ SETS = {
 
 
 def check_prompt(text: object) -> None:
-    """Refuse what is not a few words in some script."""
+    """Raise a ConfigError unless `text` is a non-empty string."""
     check_text(text)
     if not str(text).strip():
-        raise ConfigError("the prompt is empty; say in a few words what to draw.")
+        raise ConfigError("the prompt is empty; describe the image in a few words.")
 
 
 def check_text(text: object) -> None:
-    """Refuse what is not text in some script."""
+    """Raise a ConfigError unless `text` is a string that can be encoded as UTF-8."""
     if not isinstance(text, str):
         raise ConfigError(f"a prompt must be text, not {type(text).__name__}.")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"the prompt {text!r} holds bytes that are no UTF-8 text; type it again.") from None
+        raise ConfigError(f"the prompt {text!r} contains bytes that are not UTF-8 text; type it again.") from None
 
 
 def load_prompts(source: str, data: Path | None = None) -> list[str]:
-    """The prompts of a file, or of a published set whose file lies in the folder `data`."""
-    path = _published(source, data) if source in SETS else Path(source).expanduser()
+    """Read the prompts of a file, or of a published set whose file is in the folder `data`."""
+    path = _published_file(source, data) if source in SETS else Path(source).expanduser()
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(f"{path} {what}; give a file of prompts or one of {', '.join(SETS)}.")
-    readers: dict[str, Callable[[Path, str], list[str]]] = {".tsv": _parti, ".json": _coco, ".txt": _lines, "": _lines}
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{path} {problem}; give a file of prompts or one of {', '.join(SETS)}.")
+    readers: dict[str, Callable[[Path, str], list[str]]] = {
+        ".tsv": _read_parti,
+        ".json": _read_coco,
+        ".txt": _read_lines,
+        "": _read_lines,
+    }
     if path.suffix.lower() not in readers:
-        raise unknown("kind of prompt file", path.suffix, [suffix for suffix in readers if suffix])
-    prompts = readers[path.suffix.lower()](path, _text(path))
+        raise unknown("prompt file type", path.suffix, [suffix for suffix in readers if suffix])
+    prompts = readers[path.suffix.lower()](path, _read_text(path))
     if not prompts:
         raise ConfigError(f"{path} holds no prompts; it needs at least one.")
     return prompts
 
 
-def _published(name: str, data: Path | None) -> Path:
-    known = SETS[name]
+def _published_file(name: str, data: Path | None) -> Path:
+    published = SETS[name]
     if data is None:
         raise ConfigError(
-            f"{name} needs the published file {known.files[0]}; fetch it from {known.address} and name its folder with "
-            "--data FOLDER or UNDERDRAW_DATA."
+            f"{name} needs the published file {published.files[0]}; download it from {published.url} and name its "
+            "folder with --data FOLDER or UNDERDRAW_DATA."
         )
-    for file in known.files:
+    for file in published.files:
         if (data / file).is_file():
             return data / file
-    raise ConfigError(f"{data} holds no {known.files[0]}; fetch it from {known.address} into that folder.")
+    raise ConfigError(f"{data} holds no {published.files[0]}; download it from {published.url} into that folder.")
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     raw = path.read_bytes()
     try:
         return raw.decode("utf-8-sig")
@@ -90,22 +95,24 @@ def _text(path: Path) -> str:
         raise ConfigError(f"line {line} of {path} is not UTF-8 text; save the file as UTF-8.") from None
 
 
-def _lines(path: Path, text: str) -> list[str]:
-    """One prompt a line; empty lines are skipped."""
+def _read_lines(path: Path, text: str) -> list[str]:
+    """One prompt per line; empty lines are skipped."""
     for number, line in enumerate(text.splitlines(), start=1):
         if "\0" in line:
-            raise ConfigError(f"line {number} of {path} holds a zero byte; give a text file with one prompt a line.")
+            raise ConfigError(
+                f"line {number} of {path} contains a zero byte; give a text file with one prompt per line."
+            )
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _parti(path: Path, text: str) -> list[str]:
-    """The first column of a table with the columns of PartiPrompts. Quotation marks are part of the prompts."""
+def _read_parti(path: Path, text: str) -> list[str]:
+    """The first column of a PartiPrompts table. Quotation marks are part of the prompts, so no CSV reader."""
     lines = text.split("\n")
     while lines and not lines[-1].strip():
         lines.pop()
     header = tuple(lines[0].rstrip("\r").split("\t")) if lines else ()
     if header != PARTI_COLUMNS:
-        raise ConfigError(f"line 1 of {path} is not the header {', '.join(PARTI_COLUMNS)} with tabs between.")
+        raise ConfigError(f"line 1 of {path} is not the header {', '.join(PARTI_COLUMNS)}, separated by tabs.")
     prompts = []
     for number, line in enumerate(lines[1:], start=2):
         cells = line.rstrip("\r").split("\t")
@@ -117,31 +124,31 @@ def _parti(path: Path, text: str) -> list[str]:
     return prompts
 
 
-def _coco(path: Path, text: str) -> list[str]:
-    """One caption an image, the one with the lowest id, in the order of image ids."""
+def _read_coco(path: Path, text: str) -> list[str]:
+    """One caption per image, the one with the lowest id, in the order of image ids."""
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"line {error.lineno} of {path} is not valid JSON ({error.msg}).") from None
     rows = document.get("annotations") if isinstance(document, dict) else None
     if not isinstance(rows, list):
-        raise ConfigError(f'{path} has no list "annotations"; give a captions file of COCO.')
+        raise ConfigError(f'{path} has no list "annotations"; give a COCO captions file.')
     first: dict[int, tuple[int, str]] = {}
     for index, row in enumerate(rows):
-        image, identity, caption = _annotation(path, index, row)
-        if image not in first or identity < first[image][0]:
-            first[image] = identity, caption
-    return [first[image][1] for image in sorted(first)]
+        image_id, caption_id, caption = _parse_annotation(path, index, row)
+        if image_id not in first or caption_id < first[image_id][0]:
+            first[image_id] = caption_id, caption
+    return [first[image_id][1] for image_id in sorted(first)]
 
 
-def _annotation(path: Path, index: int, row: Any) -> tuple[int, int, str]:
-    """Image id, own id and caption of one annotation."""
+def _parse_annotation(path: Path, index: int, row: Any) -> tuple[int, int, str]:
+    """Image id, caption id and caption of one annotation."""
     where = f'number {index} of "annotations" in {path}'
     if not isinstance(row, dict):
-        raise ConfigError(f"{where} is no object but {type(row).__name__}.")
-    image, identity, caption = (row.get(key) for key in ("image_id", "id", "caption"))
-    if not isinstance(image, int) or not isinstance(identity, int) or not isinstance(caption, str):
-        raise ConfigError(f"{where} needs whole numbers image_id and id and a text caption.")
+        raise ConfigError(f"{where} is not an object but {type(row).__name__}.")
+    image_id, caption_id, caption = (row.get(key) for key in ("image_id", "id", "caption"))
+    if not isinstance(image_id, int) or not isinstance(caption_id, int) or not isinstance(caption, str):
+        raise ConfigError(f"{where} needs integers image_id and id and a string caption.")
     if not caption.strip():
         raise ConfigError(f"{where} has an empty caption.")
-    return image, identity, " ".join(caption.split())
+    return image_id, caption_id, " ".join(caption.split())

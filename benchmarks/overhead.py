@@ -1,11 +1,11 @@
-"""What the decoding loop itself costs: everything but the two models' forward passes.
+"""Overhead of the decode loop: everything but the forward passes of target and drafter.
 
     python benchmarks/overhead.py            # 64 nodes, 8,192 codes, one CPU core
     python benchmarks/overhead.py --json
 
-The target and the drafter are replaced by tables of logits that are made beforehand, so what is left is the loop:
-planning, noise, growth, verification, compaction of a real cache, and records. Times are of the processor, which other
-programs do not change; all are medians, the loop's over the passes of one image of 1,024 tokens.
+Target and drafter are lookup tables of logits, so what remains is the loop: tree policy, noise, tree growth,
+verification, compaction of a real KV cache, and the history. Times are CPU time of the thread, which other programs do
+not change; all are medians, the loop's over the passes of one image of 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from underdraw.verifiers.exact import Exact
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """The same tree size everywhere, so that every step costs the same."""
+class FixedSize:
+    """The same plan for every pass, so that every pass costs the same."""
 
     nodes: int
     depth: int
@@ -49,35 +49,35 @@ class Fixed:
         return TreePlan(self.depth, self.width, self.width, self.nodes)
 
 
-class Tables:
-    """Stands in for both models: logits from a table, no computation."""
+class LookupModels:
+    """Target and drafter in one: logits from a table, no computation."""
 
     proposes: ClassVar[Literal["tree"]] = "tree"
 
     def __init__(self, codes: int, nodes: int, rows: int = 1) -> None:
         generator = torch.Generator().manual_seed(0)
         self.target_logits = torch.randn(rows, nodes, codes, generator=generator) * 2
-        # A fair drafter: the target's logits plus some error.
+        # A plausible drafter: the target's logits plus some error.
         self.draft_logits = self.target_logits + torch.randn(rows, nodes, codes, generator=generator) * 0.7
         self.features = torch.zeros(rows, nodes, 8)
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, *unused: PrefillOutput, guidance: float) -> TableSession:
-        return TableSession(self)
+    def open(self, prompts: Sequence[Prompt], layout: Layout, *unused: PrefillOutput, guidance: float) -> LookupSession:
+        return LookupSession(self)
 
 
-class TableSession:
-    def __init__(self, tables: Tables) -> None:
-        self.tables = tables
-        logits = tables.target_logits[:, :1]
+class LookupSession:
+    def __init__(self, models: LookupModels) -> None:
+        self.models = models
+        logits = models.target_logits[:, :1]
         ones = torch.ones(logits.shape[0], dtype=torch.int64)
-        self.prefill = PrefillOutput(logits, tables.features[:, :1], ones[:, None], ones, (1,) * len(ones))
+        self.prefill = PrefillOutput(logits, models.features[:, :1], ones[:, None], ones, (1,) * len(ones))
 
     def forward(self, tree: DraftTree, steps: Tensor) -> TargetOutput:
-        return TargetOutput(self.tables.target_logits[:, : tree.size], self.tables.features[:, : tree.size])
+        return TargetOutput(self.models.target_logits[:, : tree.size], self.models.features[:, : tree.size])
 
     def draft(self, request: DraftRequest) -> DraftTree:
-        def expand(level: Frontier) -> Tensor:
-            return self.tables.draft_logits[:, : level.tokens.shape[1]]
+        def expand(frontier: Frontier) -> Tensor:
+            return self.models.draft_logits[:, : frontier.tokens.shape[1]]
 
         return grow_tree(expand, request.root, request.plan, request.noise_window, calibration=Calibration())
 
@@ -86,27 +86,27 @@ class TableSession:
 
 
 def median_ms(action: Callable[[], object], repeats: int) -> float:
-    action()
+    action()  # warm-up
     times = []
     for _ in range(repeats):
-        began = time.thread_time()
+        start = time.thread_time()
         action()
-        times.append(time.thread_time() - began)
+        times.append(time.thread_time() - start)
     return statistics.median(times) * 1e3
 
 
 def measure(nodes: int, codes: int, depth: int, width: int, repeats: int) -> dict[str, float]:
-    """Milliseconds of each part and of the whole loop."""
+    """Milliseconds per pass of each part and of the whole loop."""
     layout = Layout(32, 32, range(codes))
-    sampler, tables = Sampler(layout, [1]), Tables(codes, nodes)
-    session, steps, root = TableSession(tables), torch.tensor([100]), torch.tensor([3])
+    sampler, models = Sampler(layout, [1]), LookupModels(codes, nodes)
+    session, steps, root = LookupSession(models), torch.tensor([100]), torch.tensor([3])
     plan = TreePlan(depth, width, width, nodes)
     noise_window = sampler.noise_window(steps, depth + 1)
     request = DraftRequest(root, steps, plan, noise_window)
     tree = session.draft(request)
     output = session.forward(tree, steps)
     accepted_path = Exact().verify(tree, output.logits, noise_window)
-    history, policy = History(layout), Adjacency()
+    history, adjacency = History(layout), Adjacency()
     cache = KVCache(Arch(512, 10, 8, 1408, 16, Rope.one_axis(64), outputs=range(16)), 2, 1280, torch.zeros(1))
     path = accepted_path.path[:, : int(accepted_path.length) + 1].repeat(2, 1)
     counts = (accepted_path.length + 1).repeat(2)
@@ -115,18 +115,18 @@ def measure(nodes: int, codes: int, depth: int, width: int, repeats: int) -> dic
         cache.compact(path, counts * 0, (0, 0))
 
     parts = {
-        "plan": median_ms(lambda: policy.plan(history, 100), repeats),
+        "plan": median_ms(lambda: adjacency.plan(history, 100), repeats),
         "noise": median_ms(lambda: sampler.noise_window(steps, depth + 1), repeats),
         "grow": median_ms(lambda: session.draft(request), repeats),
         "verify": median_ms(lambda: Exact().verify(tree, output.logits, noise_window), repeats),
         "commit": median_ms(commit, repeats),
     }
-    fixed = Fixed(nodes, depth, width)
+    policy = FixedSize(nodes, depth, width)
     history = History(layout)
-    times, began = [], time.thread_time()
-    for _ in decode(tables, tables, fixed, Exact(), [Prompt((0,))], sampler, histories=[history]):
-        times.append(time.thread_time() - began)
-        began = time.thread_time()
+    times, start = [], time.thread_time()
+    for _ in decode(models, models, policy, Exact(), [Prompt((0,))], sampler, histories=[history]):
+        times.append(time.thread_time() - start)
+        start = time.thread_time()
     loop = statistics.median(times) * 1e3 + parts["commit"]
     return {**parts, "loop": loop, "tokens per pass": history.tokens_per_pass}
 
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with torch.no_grad():

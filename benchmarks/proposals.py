@@ -1,11 +1,11 @@
-"""Tokens per pass of the three proposals at temperature 1, and what calibrated growth is worth.
+"""Tokens per pass of the three proposals at temperature 1, and the gain of calibrated tree growth.
 
     python benchmarks/proposals.py
     python benchmarks/proposals.py --json
 
-The target is a small random decoder whose head is scaled so that its codes are about as uncertain as an image model's.
-The drafter is the same decoder with an error added to its logits that depends on the context, scaled to the distance
-from the target that a one-layer head reaches (total variation about 0.37). All rows decode the same images.
+The target is a small random decoder whose head is scaled so that its entropy is about that of an image model. The
+drafter is the same decoder with a context-dependent error on its logits, scaled to the distance from the target that a
+trained one-layer drafter reaches (total variation about 0.37). All rows decode the same images.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LAYOUT = Layout(16, 16, range(8, 8 + CODES))
 
 
 @dataclass(frozen=True)
-class Blurred(SmallModel):
-    """The target itself, with an error on its logits."""
+class NoisyTarget(SmallModel):
+    """A drafter that is the target with an error on its logits."""
 
     error: Tensor | None = None  # (K, D)
 
@@ -45,15 +45,15 @@ class Blurred(SmallModel):
         self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
     ) -> SmallModelSession:
         session = SmallModelSession(self, prompts, layout, guidance)
-        session.logits = lambda features: apply_guidance(self.blurred(features), guidance)  # type: ignore[method-assign]
+        session.logits = lambda features: apply_guidance(self.noisy_logits(features), guidance)  # type: ignore[method-assign]
         return session
 
-    def blurred(self, features: Tensor) -> Tensor:
+    def noisy_logits(self, features: Tensor) -> Tensor:
         assert self.error is not None
         return self.target.net.logits(features) + features @ self.error.T
 
 
-def build(seed: int = 0) -> tuple[DecoderTarget, Blurred]:
+def build(seed: int = 0) -> tuple[DecoderTarget, NoisyTarget]:
     """Target and drafter of about the entropy (2.3 nats) and distance (0.37) of a small trained image model."""
     generator = torch.Generator().manual_seed(seed)
     arch = Arch(64, 2, 4, 128, 8 + CODES, Rope((4, 2, 2)), outputs=range(8, 8 + CODES))
@@ -65,7 +65,7 @@ def build(seed: int = 0) -> tuple[DecoderTarget, Blurred]:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     to_input_major(net)
     target = DecoderTarget(net)
-    return target, Blurred(target, error=torch.randn(CODES, 64, generator=generator) * 0.115)
+    return target, NoisyTarget(target, error=torch.randn(CODES, 64, generator=generator) * 0.115)
 
 
 def run(
@@ -74,17 +74,17 @@ def run(
     prompts = [Prompt((0, 1 + i % 7)) for i in range(images)]
     sampler = Sampler(LAYOUT, [seed + i for i in range(images)])
     histories = [History(LAYOUT) for _ in prompts]
-    parts = policies.build(tree), verifiers.build(verifier)
-    for _ in decode(target, drafter, *parts, prompts, sampler, proposal=proposal, histories=histories):  # type: ignore[arg-type]
+    components = policies.build(tree), verifiers.build(verifier)
+    for _ in decode(target, drafter, *components, prompts, sampler, proposal=proposal, histories=histories):  # type: ignore[arg-type]
         pass
     return histories
 
 
 @torch.no_grad()
 def fit(
-    target: DecoderTarget, drafter: Blurred, images: int = 4, branch: int = 10
+    target: DecoderTarget, drafter: NoisyTarget, images: int = 4, branch: int = 10
 ) -> tuple[Calibration, dict[str, float]]:
-    """Calibration from images that the table does not decode, and how the two models differ on them."""
+    """A calibration fitted on other images than the table's, and how far the two models differ on them."""
     histories = run(target, drafter, "chain:depth=1", "exact", "coupled", images, seed=10_000)
     tokens = torch.stack([torch.from_numpy(h.tokens) for h in histories])  # (B, steps)
     session = target.open([Prompt((0, 1 + i % 7)) for i in range(images)], LAYOUT, guidance=1.0)
@@ -92,21 +92,21 @@ def fit(
     x, cos_sin = target.net.embed(tokens), session.rope_table(steps)
     count = tokens.shape[1]
     features = session.decoder.append(x, cos_sin, torch.full((images,), count), [count] * images)[:, :-1].flatten(0, 1)
-    p, q = target.net.logits(features), drafter.blurred(features)  # (M, K)
+    p, q = target.net.logits(features), drafter.noisy_logits(features)  # (M, K)
     noise = gumbel(torch.arange(10_000, 10_000 + images), steps[:, 1:], CODES).flatten(0, 1)
-    scores, columns = fast_topk(q.log_softmax(-1) + noise, branch)
-    hit = columns == fast_topk(p + noise, 1)[1]
-    ranks = torch.where(hit.any(-1), hit.int().argmax(-1), branch)
-    law = p.softmax(-1)
+    scores, children = fast_topk(q.log_softmax(-1) + noise, branch)
+    is_accepted = children == fast_topk(p + noise, 1)[1]
+    ranks = torch.where(is_accepted.any(-1), is_accepted.int().argmax(-1), branch)
+    probs = p.softmax(-1)
     return Calibration.fit(scores, ranks), {
-        "entropy": float(torch.special.entr(law).sum(-1).mean()),
-        "total_variation": float((law - q.softmax(-1)).abs().sum(-1).mean() / 2),
+        "entropy": float(torch.special.entr(probs).sum(-1).mean()),
+        "total_variation": float((probs - q.softmax(-1)).abs().sum(-1).mean() / 2),
         "first_child": float((ranks == 0).double().mean()),
     }
 
 
 def table(images: int) -> tuple[dict[str, float], list[dict[str, object]]]:
-    """How the models differ, and one row for each way to draft."""
+    """How far the models differ, and one row per way to draft."""
     target, drafter = build()
     calibration, facts = fit(target, drafter)
     fitted, naive = replace(drafter, calibration=calibration), replace(drafter, calibration=None)
@@ -125,8 +125,8 @@ def table(images: int) -> tuple[dict[str, float], list[dict[str, object]]]:
         ("topk (EAGLE-2)", small, drafter, "exact", "topk"),
     ]
     out: list[dict[str, object]] = []
-    for name, tree, used, verifier, proposal in rows:
-        histories = run(target, used, tree, verifier, proposal, images)
+    for name, tree, row_drafter, verifier, proposal in rows:
+        histories = run(target, row_drafter, tree, verifier, proposal, images)
         tokens = sum(int((h.pass_index >= 0).sum()) for h in histories)
         out.append({"proposal": name, "tree": tree, "tokens_per_pass": tokens / sum(h.passes for h in histories)})
     return facts, out
@@ -135,9 +135,9 @@ def table(images: int) -> tuple[dict[str, float], list[dict[str, object]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=4)
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the models are too small to share
+    torch.set_num_threads(1)  # the models are too small for more
     facts, rows = table(options.images)
     if options.json:
         print(json.dumps({"models": facts, "images": options.images, "rows": rows, "torch": torch.__version__}))

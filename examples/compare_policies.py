@@ -1,4 +1,7 @@
-"""Tree policies side by side: `python examples/compare_policies.py [MODEL]` prints a table; all draw one picture."""
+"""Compare tree policies: `python examples/compare_policies.py [MODEL]` prints a table.
+
+All policies generate the same image, bit for bit.
+"""
 
 import sys
 
@@ -11,13 +14,13 @@ POLICIES = ("none", "chain:depth=4", "static:shape=mc_sim_7b_63", "confidence:no
 
 pipe = Pipeline.from_pretrained(sys.argv[1] if len(sys.argv) > 1 else "tiny")
 table = Table("tree", "seconds", "passes", "tokens per pass", "mean depth", "mean nodes")
-pictures = set()
+images = set()
 for policy in POLICIES:
     pipe.tree = policy
     out = pipe("a red fox on a blue background", seed=7)
     stats = out.stats
-    figures = (stats.tokens_per_pass, stats.mean_depth, stats.mean_nodes)
-    table.add_row(policy, f"{stats.seconds:.2f}", str(stats.passes), *(f"{figure:.2f}" for figure in figures))
-    pictures.add(out.images[0].tobytes())
+    means = (stats.tokens_per_pass, stats.mean_depth, stats.mean_nodes)
+    table.add_row(policy, f"{stats.seconds:.2f}", str(stats.passes), *(f"{mean:.2f}" for mean in means))
+    images.add(out.images[0].tobytes())
 Console().print(table)
-print(f"{len(POLICIES)} policies, {len(pictures)} picture")
+print(f"{len(POLICIES)} policies, {len(images)} image")

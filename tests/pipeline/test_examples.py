@@ -12,7 +12,11 @@ from PIL import Image
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 MADE = {"generate": "fox.png", "heatmap": "heatmap.png", "custom_family": "mosaic.png"}
-SAID = {"compare_policies": "5 policies, 1 picture", "custom_policy": "tokens per pass", "generate": "identical pixels"}
+SAID = {
+    "compare_policies": "5 policies, 1 image",
+    "custom_policy": "tokens per pass",
+    "generate": "identical pixels",
+}
 
 
 def test_there_are_examples() -> None:

@@ -1,4 +1,4 @@
-"""Bad input: every mistake raises the right error, which says what was given and what to do about it."""
+"""Bad input raises the right error, whose message names the value and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import toy
-from tables import TableDrafter, TableTarget, draw, tables
+from lookup_models import TableDrafter, TableTarget, decode_tokens, random_tables
 from torch import Tensor
 
 from underdraw.drafters.forced import Forced
@@ -53,11 +53,11 @@ def run(
     device: str = "cpu",
     **options: Any,
 ) -> None:
-    """A decode with tables unless a part is given."""
-    own, draft = tables(layout, seed=0)
+    """Decode with lookup models and the components passed."""
+    target_table, draft_table = random_tables(layout, seed=0)
     sampler = Sampler(layout, seeds, device=device)
-    parts = (target or TableTarget(own), drafter or TableDrafter(draft), Confidence(2, 2, 5), verifier or Exact())
-    list(decode(*parts, prompts, sampler, **options))
+    target, drafter = target or TableTarget(target_table), drafter or TableDrafter(draft_table)
+    list(decode(target, drafter, Confidence(2, 2, 5), verifier or Exact(), prompts, sampler, **options))
 
 
 def decoder(positions: int | None = None, **options: Any) -> DecoderTarget:
@@ -77,11 +77,11 @@ def overfull() -> None:
 
 @dataclass(frozen=True)
 class Bad:
-    """An action, the error that it must raise, and texts that its message must hold."""
+    """An action, the error that it must raise, and texts that the message must contain."""
 
     name: str
     action: Callable[[], Any]
-    says: tuple[str, ...]
+    message_parts: tuple[str, ...]
     kind: type[UnderdrawError] = ConfigError
 
 
@@ -197,18 +197,18 @@ BAD = [
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
-def test_bad_input_says_what_was_given_and_what_to_do(bad: Bad) -> None:
+def test_message_names_the_value_and_the_remedy(bad: Bad) -> None:
     with pytest.raises(UnderdrawError) as caught:
         bad.action()
     assert type(caught.value) is bad.kind
     message = str(caught.value)
     assert message.endswith("."), "a sentence"
-    for text in bad.says:
+    for text in bad.message_parts:
         assert text in message
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ("not json", "cannot be read"),
         ("[-1, 0,", "cannot be read"),
@@ -221,28 +221,28 @@ def test_bad_input_says_what_was_given_and_what_to_do(bad: Bad) -> None:
         (json.dumps([-1] + [0] * 128), "129 nodes is too large"),
     ],
 )
-def test_malformed_shape_files(tmp_path: Path, content: str, says: str) -> None:
+def test_malformed_shape_files(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "tree.json"
     file.write_text(content)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         Static(str(file))
 
 
-def test_the_family_of_errors() -> None:
-    """One base class to catch; a wrong setting is also a ValueError, as callers of Python expect."""
+def test_error_classes() -> None:
+    """One base class to catch; a ConfigError is also a ValueError."""
     for kind in (ConfigError, CheckpointError, CapacityError, UnsupportedError):
         assert issubclass(kind, UnderdrawError)
     assert issubclass(ConfigError, ValueError)
     assert not issubclass(CapacityError, ValueError)
 
 
-def finished() -> History:
-    """A history that another decode has filled."""
-    own, draft = tables(LAYOUT, seed=0)
-    return draw(TableTarget(own), TableDrafter(draft), NoTree(), Exact(), LAYOUT, [0])[1][0]
+def finished_history() -> History:
+    """The history of a complete decode."""
+    target, draft = random_tables(LAYOUT, seed=0)
+    return decode_tokens(TableTarget(target), TableDrafter(draft), NoTree(), Exact(), LAYOUT, [0])[1][0]
 
 
-MISFITS = [
+INCOMPATIBLE = [
     Bad("chain too long", lambda: Chain(depth=500), ("at most 128",)),
     Bad("chain below zero", lambda: Chain(depth=-1), ("-1",)),
     Bad("half a seed", lambda: Sampler(LAYOUT, [1.5]), ("1.5",)),  # type: ignore[list-item]
@@ -250,7 +250,7 @@ MISFITS = [
     Bad("weight nan", lambda: Neighbour(left=math.nan), ("nan",)),
     Bad("weight inf", lambda: drafters.build("neighbour:left=inf"), ("inf",)),
     Bad("too few histories", lambda: run(histories=[]), ("histories",)),
-    Bad("used histories", lambda: run(histories=[finished()]), ("histories",)),
+    Bad("used histories", lambda: run(histories=[finished_history()]), ("histories",)),
     Bad("histories of another layout", lambda: run(histories=[History(Layout(1, 2, CODES))]), ("histories",)),
     Bad("another range of codes", lambda: run(target=decoder(), layout=Layout(2, 3, range(8))), ("range(4, 12)",)),
     Bad("token outside the vocabulary", lambda: run(target=decoder(), prompts=[Prompt((99,))]), ("99", "16")),
@@ -259,15 +259,15 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize("bad", MISFITS, ids=lambda bad: bad.name)
-def test_parts_that_do_not_fit_are_refused(bad: Bad) -> None:
-    test_bad_input_says_what_was_given_and_what_to_do(bad)
+@pytest.mark.parametrize("bad", INCOMPATIBLE, ids=lambda bad: bad.name)
+def test_incompatible_components_are_rejected(bad: Bad) -> None:
+    test_message_names_the_value_and_the_remedy(bad)
 
 
-# ---------------------------------------------------------------------------------------- what must not be refused
+# ------------------------------------------------------------------------------------------------------ valid input
 
 
-def test_the_widest_legal_settings_are_accepted() -> None:
+def test_extreme_valid_settings_are_accepted() -> None:
     Sampler(LAYOUT, [0, 2**62 - 1], temperature=1e-4, top_k=10**6, top_p=1.0)
     Sampler(LAYOUT, [0], temperature=0)
     Adjacency(beta=0.0, l_d=0, l_k=0)
@@ -278,22 +278,22 @@ def test_the_widest_legal_settings_are_accepted() -> None:
     run(guidance=0.0)
 
 
-def test_one_cell_needs_no_pass() -> None:
+def test_image_of_one_cell_needs_no_pass() -> None:
     layout = Layout(1, 1, CODES)
-    own, draft = tables(layout, seed=0)
-    tokens, histories = draw(TableTarget(own), TableDrafter(draft), NoTree(), Exact(), layout, [0, 1])
+    target, draft = random_tables(layout, seed=0)
+    tokens, histories = decode_tokens(TableTarget(target), TableDrafter(draft), NoTree(), Exact(), layout, [0, 1])
     assert tokens.shape == (2, 1)
     assert all(history.done and history.passes == 0 for history in histories)
 
 
 @dataclass(frozen=True)
-class Uneven:
-    """Knows both images, but drafts for one row at a time: in turns, or always for the first one."""
+class UnevenDrafter:
+    """Drafts the true tokens, but for one image only: in turns, or always for the first."""
 
     proposes: ClassVar[str] = "chain"
 
     tokens: Tensor  # (B, steps)
-    turns: bool
+    alternates: bool
 
     def open(
         self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
@@ -302,29 +302,29 @@ class Uneven:
 
 
 class UnevenSession:
-    def __init__(self, drafter: Uneven) -> None:
-        self.tokens, self.turns, self.turn = drafter.tokens, drafter.turns, 0
+    def __init__(self, drafter: UnevenDrafter) -> None:
+        self.tokens, self.alternates, self.turn = drafter.tokens, drafter.alternates, 0
 
     def draft(self, request: DraftRequest) -> DraftTree:
         steps = request.steps[:, None] + torch.arange(request.plan.depth + 1)
         drafted = self.tokens.gather(1, steps.clamp(max=self.tokens.shape[1] - 1))
-        good = torch.arange(2) == self.turn % 2
-        lengths = request.plan.depth * good if request.limits is None else request.limits.depth * good
-        self.turn += self.turns
+        is_drafted = torch.arange(2) == self.turn % 2
+        lengths = is_drafted * (request.plan.depth if request.limits is None else request.limits.depth)
+        self.turn += self.alternates
         return chain(drafted, lengths)
 
     def commit(self, verified: VerifiedStep) -> None:
         pass
 
 
-@pytest.mark.parametrize("turns", [True, False], ids=["in turns", "one far ahead"])
-def test_rows_that_advance_unevenly_fit_the_cache_that_their_images_fit(turns: bool) -> None:
-    """Room is needed for the longest row, not for the sum of the longest advances, nor for images that are finished."""
+@pytest.mark.parametrize("alternates", [True, False], ids=["in turns", "one far ahead"])
+def test_kv_cache_holds_images_that_advance_unevenly(alternates: bool) -> None:
+    """It must hold the longest row, not the sum of the longest advances, and nothing for finished images."""
     layout = Layout(1, 230, CODES)
     target, prompts = decoder(), [Prompt((0,)), Prompt((0, 1))]
     images: list[list[list[int]]] = []
     for policy in (NoTree(), Chain(depth=20)):
-        drafter: Any = Uneven(torch.tensor(images[0]), turns) if images else Jacobi()
+        drafter: Any = UnevenDrafter(torch.tensor(images[0]), alternates) if images else Jacobi()
         histories = [History(layout), History(layout)]
         list(decode(target, drafter, policy, Exact(), prompts, Sampler(layout, [0, 1]), histories=histories))
         images.append([history.tokens.tolist() for history in histories])

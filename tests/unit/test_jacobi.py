@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from tables import TableTarget, draw, joint, tables
-from test_laws import P_BIASED, P_LEGAL, PLAIN, ROW_ENDS, TARGET, p_value
+from lookup_models import TableTarget, decode_tokens, joint_probs, random_tables
+from test_verifier_distributions import P_BIASED, P_UNBIASED, PLAIN, ROW_ENDS, TARGET, p_value
 from torch import Tensor
 
 from underdraw import Pipeline
@@ -29,23 +29,23 @@ SEEDS = range(8000)
 def fit(verifier: Any, table: Tensor, layout: Layout, chain: int = 3, **settings: Any) -> float:
     """The p-value of the joint law of the cells after the first."""
     policy = policies.build(f"chain:depth={chain}")
-    tokens, histories = draw(
+    tokens, histories = decode_tokens(
         TableTarget(table), Jacobi(), policy, verifier, layout, SEEDS, proposal="sampled", **settings
     )
     passes = np.mean([history.passes for history in histories])
     assert 1.05 < passes < layout.stop - layout.start - 1.05, "something must be accepted and something rejected"
     images = layout.grid(tokens).reshape(len(SEEDS), -1)
-    return p_value(images[:, 1:], joint(table, layout, **settings).sum(0))
+    return p_value(images[:, 1:], joint_probs(table, layout, **settings).sum(0))
 
 
 @pytest.mark.parametrize("verifier", [Rejection(), Exact()], ids=["rejection", "exact"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.4, "top_k": 5, "top_p": 0.9}], ids=["plain", "filters"])
 def test_drawn_guesses_keep_the_law(verifier: Any, settings: dict[str, Any]) -> None:
-    assert fit(verifier, TARGET, PLAIN, **settings) > P_LEGAL
+    assert fit(verifier, TARGET, PLAIN, **settings) > P_UNBIASED
 
 
 def test_drawn_guesses_keep_the_law_with_row_ends() -> None:
-    assert fit(Rejection(), tables(ROW_ENDS, seed=3)[0], ROW_ENDS, chain=2) > P_LEGAL
+    assert fit(Rejection(), random_tables(ROW_ENDS, seed=3)[0], ROW_ENDS, chain=2) > P_UNBIASED
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def test_the_harness_rejects_a_wrong_q() -> None:
 def test_guesses_are_what_the_target_chose_in_the_pass_before(told: bool, init: Any) -> None:
     """The guess for step s + 1 is the choice at the node of step s; steps that are new start from a neighbour."""
     layout = Layout(3, 4, range(4, 16))
-    session = TableTarget(tables(layout, seed=1)[0]).open([Prompt((0,))] * 2, layout, guidance=1.0)
+    session = TableTarget(random_tables(layout, seed=1)[0]).open([Prompt((0,))] * 2, layout, guidance=1.0)
     draft = Jacobi(window=6, init=init).open([Prompt((0,))] * 2, layout, session.prefill, guidance=1.0)
     root, steps, sampler = torch.tensor([5, 9]), torch.tensor([0, 0]), Sampler(layout, [3, 4])
     noise_window = sampler.noise_window(steps, 5)
@@ -87,8 +87,10 @@ def test_guesses_are_what_the_target_chose_in_the_pass_before(told: bool, init: 
 
 
 def test_greedy_is_the_greedy_image() -> None:
-    one, _ = draw(TableTarget(TARGET), Jacobi(), policies.build("chain"), Rejection(), PLAIN, [0], temperature=0)
-    two, _ = draw(TableTarget(TARGET), Jacobi(), policies.build("none"), Exact(), PLAIN, [0], temperature=0)
+    one, _ = decode_tokens(
+        TableTarget(TARGET), Jacobi(), policies.build("chain"), Rejection(), PLAIN, [0], temperature=0
+    )
+    two, _ = decode_tokens(TableTarget(TARGET), Jacobi(), policies.build("none"), Exact(), PLAIN, [0], temperature=0)
     assert np.array_equal(one, two)
 
 

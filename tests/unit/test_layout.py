@@ -1,4 +1,4 @@
-"""Layouts: steps and cells, columns and token ids, with row ends, headers and end tokens, for every kind of number."""
+"""Layouts: steps, cells, vocabulary indices and token ids, for Python ints, numpy arrays and torch tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LUMINA = Layout(48, 48, range(4, 8196), prologue=(8197, 8828, 8828), row_end=880
 
 @st.composite
 def layouts(draw: Any) -> Layout:
-    """Any layout: forced ids lie before or behind the codes."""
+    """Any layout; forced ids are below or above the codes."""
     first, count = draw(st.integers(10, 50)), draw(st.integers(2, 20))
     outside = st.one_of(st.integers(0, first - 1), st.integers(first + count, first + count + 30))
     forced = st.lists(outside, max_size=4).map(tuple)
@@ -28,8 +28,8 @@ def layouts(draw: Any) -> Layout:
     )  # fmt: skip
 
 
-def written(layout: Layout, codes: list[list[int]]) -> list[int]:
-    """The token sequence of a code grid, written down one token at a time."""
+def to_tokens(layout: Layout, codes: list[list[int]]) -> list[int]:
+    """The token sequence of a code grid, built one token at a time."""
     tokens = list(layout.prologue)
     for row in codes:
         tokens += [layout.codes[code] for code in row]
@@ -38,25 +38,25 @@ def written(layout: Layout, codes: list[list[int]]) -> list[int]:
     return tokens + list(layout.epilogue)
 
 
-def some_grid(layout: Layout) -> list[list[int]]:
+def example_grid(layout: Layout) -> list[list[int]]:
     return [[(row * 7 + col * 3) % len(layout.codes) for col in range(layout.width)] for row in range(layout.height)]
 
 
 @FAST
 @given(layouts())
-def test_lengths_count_what_is_written(layout: Layout) -> None:
-    tokens = written(layout, some_grid(layout))
+def test_lengths(layout: Layout) -> None:
+    tokens = to_tokens(layout, example_grid(layout))
     assert layout.steps == len(tokens)
     assert layout.cells == sum(token in layout.codes for token in tokens)
-    places = [step for step, token in enumerate(tokens) if token in layout.codes]
-    assert (layout.start, layout.stop) == (places[0], places[-1] + 1)
+    code_steps = [step for step, token in enumerate(tokens) if token in layout.codes]
+    assert (layout.start, layout.stop) == (code_steps[0], code_steps[-1] + 1)
     assert layout.vocab_size == len(layout.codes) + (layout.row_end is not None)
 
 
 @FAST
 @given(layouts())
 def test_cell_and_step_are_inverse(layout: Layout) -> None:
-    tokens = written(layout, some_grid(layout))
+    tokens = to_tokens(layout, example_grid(layout))
     cells = []
     for step in range(-3, layout.steps + 3):
         cell = layout.cell(step)
@@ -70,8 +70,8 @@ def test_cell_and_step_are_inverse(layout: Layout) -> None:
 
 @FAST
 @given(layouts())
-def test_forced_is_true_at_row_ends_alone(layout: Layout) -> None:
-    tokens = written(layout, some_grid(layout))
+def test_is_row_end(layout: Layout) -> None:
+    tokens = to_tokens(layout, example_grid(layout))
     for step in range(layout.start, layout.start + layout.row_stride * layout.height):
         assert bool(layout.is_row_end(step)) == (tokens[step] not in layout.codes)
         row, col = layout.rows_cols(step)
@@ -82,8 +82,8 @@ def test_forced_is_true_at_row_ends_alone(layout: Layout) -> None:
 
 @FAST
 @given(layouts())
-def test_tokens_and_columns_are_inverse(layout: Layout) -> None:
-    ids = [layout.token_ids(column) for column in range(layout.vocab_size)]
+def test_token_ids_and_vocab_indices_are_inverse(layout: Layout) -> None:
+    ids = [layout.token_ids(index) for index in range(layout.vocab_size)]
     assert ids[: len(layout.codes)] == list(layout.codes)
     assert ids[len(layout.codes) :] == ([] if layout.row_end is None else [layout.row_end])
     assert [layout.vocab_indices(token) for token in ids] == list(range(layout.vocab_size))
@@ -91,22 +91,22 @@ def test_tokens_and_columns_are_inverse(layout: Layout) -> None:
 
 @FAST
 @given(layouts(), st.integers(-3, 3), st.integers(-3, 3))
-def test_neighbour_is_the_cell_next_door(layout: Layout, rows: int, cols: int) -> None:
+def test_neighbour(layout: Layout, rows: int, cols: int) -> None:
     for row in range(layout.height):
         for col in range(layout.width):
-            place, inside = layout.neighbour(layout.step(row, col), rows, cols)
-            there = (row + rows, col + cols)
-            exists = 0 <= there[0] < layout.height and 0 <= there[1] < layout.width
+            step, inside = layout.neighbour(layout.step(row, col), rows, cols)
+            expected = (row + rows, col + cols)
+            exists = 0 <= expected[0] < layout.height and 0 <= expected[1] < layout.width
             assert bool(inside) == exists
             if exists:
-                assert layout.cell(int(place)) == there
+                assert layout.cell(int(step)) == expected
 
 
 @FAST
 @given(layouts())
-def test_grid_reads_back_what_was_written(layout: Layout) -> None:
-    codes = some_grid(layout)
-    tokens = written(layout, codes)
+def test_grid_is_the_inverse_of_the_token_sequence(layout: Layout) -> None:
+    codes = example_grid(layout)
+    tokens = to_tokens(layout, codes)
     assert layout.grid(np.array(tokens)).tolist() == codes
     assert layout.grid(torch.tensor([tokens, tokens])).tolist() == [codes, codes]
     assert layout.grid(np.array([[tokens]])).shape == (1, 1, layout.height, layout.width)
@@ -116,17 +116,17 @@ def test_grid_reads_back_what_was_written(layout: Layout) -> None:
 @given(layouts())
 def test_ints_numpy_and_torch_agree(layout: Layout) -> None:
     steps = list(range(layout.start, layout.start + layout.row_stride * layout.height))
-    columns = list(range(layout.vocab_size))
-    ids = [layout.token_ids(column) for column in columns]
+    indices = list(range(layout.vocab_size))
+    ids = [layout.token_ids(index) for index in indices]
     for make in (np.array, torch.tensor):
         assert layout.is_row_end(make(steps)).tolist() == [bool(layout.is_row_end(step)) for step in steps]
-        assert layout.token_ids(make(columns)).tolist() == ids
-        assert layout.vocab_indices(make(ids)).tolist() == columns
+        assert layout.token_ids(make(indices)).tolist() == ids
+        assert layout.vocab_indices(make(ids)).tolist() == indices
         rows, cols = layout.rows_cols(make(steps))
         assert list(zip(rows.tolist(), cols.tolist(), strict=True)) == [layout.rows_cols(step) for step in steps]
-        place, inside = layout.neighbour(make(steps), -1, 1)
+        neighbours, inside = layout.neighbour(make(steps), -1, 1)
         pairs = [layout.neighbour(step, -1, 1) for step in steps]
-        assert place.tolist() == [p for p, _ in pairs]
+        assert neighbours.tolist() == [p for p, _ in pairs]
         assert inside.tolist() == [bool(i) for _, i in pairs]
 
 
@@ -138,7 +138,7 @@ def test_lumina_lengths() -> None:
 
 
 def test_lumina_row_ends() -> None:
-    """Every 49th raster token is the row end, and nothing else is forced."""
+    """Every 49th raster token is the row end; no other raster token is forced."""
     steps = np.arange(LUMINA.start, LUMINA.start + 2352)
     assert (np.flatnonzero(LUMINA.is_row_end(steps)) + 1).tolist() == list(range(49, 2353, 49))
     assert LUMINA.cell(LUMINA.start + 48) is None
@@ -146,19 +146,19 @@ def test_lumina_row_ends() -> None:
 
 
 def test_lumina_ids() -> None:
-    assert [LUMINA.token_ids(column) for column in (0, 8191, 8192)] == [4, 8195, 8803]
+    assert [LUMINA.token_ids(index) for index in (0, 8191, 8192)] == [4, 8195, 8803]
     assert [LUMINA.vocab_indices(token) for token in (4, 8195, 8803)] == [0, 8191, 8192]
 
 
 def test_lumina_grid() -> None:
     codes = np.random.default_rng(0).integers(0, 8192, (48, 48))
-    tokens = np.array(written(LUMINA, codes.tolist()))
+    tokens = np.array(to_tokens(LUMINA, codes.tolist()))
     assert np.array_equal(LUMINA.grid(tokens), codes)
     assert torch.equal(LUMINA.grid(torch.from_numpy(tokens)), torch.from_numpy(codes))
 
 
 @pytest.mark.parametrize("row_end", [2, 8196, 9000])
-def test_a_row_end_may_lie_on_either_side_of_the_codes(row_end: int) -> None:
+def test_row_end_below_or_above_the_codes(row_end: int) -> None:
     layout = Layout(2, 3, range(4, 8196), row_end=row_end)
     assert layout.vocab_indices(row_end) == 8192
     assert layout.token_ids(torch.tensor([0, 8192, 5])).tolist() == [4, row_end, 9]
@@ -172,6 +172,6 @@ def test_non_square_grids(height: int, width: int) -> None:
     assert layout.stop == layout.steps - 1
 
 
-def test_layouts_are_values() -> None:
+def test_layouts_are_hashable() -> None:
     assert Layout(2, 3, range(4, 8)) == Layout(2, 3, range(4, 8))
     assert len({Layout(2, 3, range(4, 8)), Layout(2, 3, range(4, 8)), Layout(3, 2, range(4, 8))}) == 2

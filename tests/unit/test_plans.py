@@ -1,4 +1,4 @@
-"""Plans and shapes: what a plan cuts to, which fixed shape stands for it, the published tables, and envelopes."""
+"""Tree plans and shapes: truncation, fixed shapes, published tables, bucketing, covering plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAST = settings(max_examples=150, deadline=None, derandomize=True)
 
 @st.composite
 def plans(draw: Any) -> TreePlan:
-    """Any plan that is legal, the largest included."""
+    """Any valid plan, the largest included."""
     depth = draw(st.integers(0, 40))
     width = draw(st.integers(1, min(40, MAX_EXPANDED // max(depth, 1))))
     return TreePlan(depth, width, draw(st.integers(1, 40)), draw(st.integers(depth + 1, MAX_NODES)))
@@ -36,18 +36,18 @@ def shapes(draw: Any, by_level: bool = True) -> tuple[int, ...]:
 
 
 def paths(parents: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """A shape whatever the order of its nodes: the ranks that lead to each of them."""
+    """A shape independent of node order: the ranks on the path to each node."""
     ranks: Counter[int] = Counter()
-    found: list[tuple[int, ...]] = []
+    rank_paths: list[tuple[int, ...]] = []
     for parent in parents:
-        found.append(() if parent < 0 else (*found[parent], ranks[parent]))
+        rank_paths.append(() if parent < 0 else (*rank_paths[parent], ranks[parent]))
         ranks[parent] += 1
-    return set(found)
+    return set(rank_paths)
 
 
 @FAST
 @given(shapes(by_level=False))
-def test_a_shape_knows_its_depths_ranks_and_levels(parents: tuple[int, ...]) -> None:
+def test_shape_has_depths_ranks_and_levels(parents: tuple[int, ...]) -> None:
     shape = TreeShape.from_parents(parents)
     assert shape.depths[0] == shape.ranks[0] == 0
     for node, parent in enumerate(parents[1:], start=1):
@@ -59,7 +59,7 @@ def test_a_shape_knows_its_depths_ranks_and_levels(parents: tuple[int, ...]) -> 
 
 @FAST
 @given(shapes(by_level=False))
-def test_the_plan_of_a_shape_holds_it(parents: tuple[int, ...]) -> None:
+def test_plan_from_shape(parents: tuple[int, ...]) -> None:
     plan, shape = TreePlan.from_shape(parents), TreeShape.from_parents(parents)
     assert plan.nodes == len(parents)
     assert plan.depth == max(shape.depths)
@@ -69,39 +69,39 @@ def test_the_plan_of_a_shape_holds_it(parents: tuple[int, ...]) -> None:
     assert paths(plan.shape) == paths(parents)
 
 
-def check_cut(plan: TreePlan, depth: int) -> None:
+def check_truncated_shape(plan: TreePlan, depth: int) -> None:
     assert plan.shape is not None
-    cut = plan.truncate(depth)
-    assert cut.shape is not None
-    assert paths(cut.shape) == {path for path in paths(plan.shape) if len(path) <= depth}
-    assert cut.nodes == len(cut.shape)
-    assert cut.depth == min(depth, plan.depth)
+    truncated = plan.truncate(depth)
+    assert truncated.shape is not None
+    assert paths(truncated.shape) == {path for path in paths(plan.shape) if len(path) <= depth}
+    assert truncated.nodes == len(truncated.shape)
+    assert truncated.depth == min(depth, plan.depth)
 
 
 @FAST
 @given(shapes(), st.integers(0, 8))
-def test_a_cut_shape_keeps_its_upper_levels(parents: tuple[int, ...], depth: int) -> None:
-    check_cut(TreePlan.from_shape(parents), depth)
+def test_truncated_shape_keeps_its_upper_levels(parents: tuple[int, ...], depth: int) -> None:
+    check_truncated_shape(TreePlan.from_shape(parents), depth)
 
 
 @pytest.mark.parametrize("parents", [(-1, 0, 1, 2, 0, 4), (-1, 0, 1, 2, 0, 0, 4)])
-def test_a_cut_shape_keeps_its_upper_levels_in_any_order_of_nodes(parents: tuple[int, ...]) -> None:
+def test_truncated_shape_with_nodes_in_any_order(parents: tuple[int, ...]) -> None:
     """A shape from a file may list its nodes depth first."""
-    check_cut(TreePlan.from_shape(parents), 2)
+    check_truncated_shape(TreePlan.from_shape(parents), 2)
 
 
 @FAST
 @given(plans(), st.integers(0, 50))
-def test_a_cut_plan_is_no_larger_than_it_can_be(plan: TreePlan, depth: int) -> None:
-    cut = plan.truncate(depth)
-    assert cut.depth == min(plan.depth, depth)
-    assert (cut.width, cut.branch) == (plan.width, plan.branch)
-    level, room = 1, 1
-    for _ in range(cut.depth):
-        level = min(level, plan.width) * plan.branch
-        room += level
-    assert cut.nodes == min(plan.nodes, room) if depth < plan.depth else cut == plan
-    assert cut.truncate(depth) == cut
+def test_truncated_plan_has_only_nodes_that_fit(plan: TreePlan, depth: int) -> None:
+    truncated = plan.truncate(depth)
+    assert truncated.depth == min(plan.depth, depth)
+    assert (truncated.width, truncated.branch) == (plan.width, plan.branch)
+    level_size, most_nodes = 1, 1
+    for _ in range(truncated.depth):
+        level_size = min(level_size, plan.width) * plan.branch
+        most_nodes += level_size
+    assert truncated.nodes == min(plan.nodes, most_nodes) if depth < plan.depth else truncated == plan
+    assert truncated.truncate(depth) == truncated
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def test_a_cut_plan_is_no_larger_than_it_can_be(plan: TreePlan, depth: int) -> N
         (TreePlan(0, 8, 6, 1, min_probability=0.1), 1),
     ],
 )
-def test_expanded_nodes_by_hand(plan: TreePlan, expanded: int) -> None:
-    """The root, and of each level below as many as there are and the width allows; in a shape, those with children.
+def test_expanded_nodes(plan: TreePlan, expanded: int) -> None:
+    """The root, then per level all nodes up to the width; in a shape, the nodes with children.
 
-    A tree with a min_probability has no more than its nodes, and one level more than can be seen.
+    With a min_probability there are at most `nodes`, and one level that turns out empty.
     """
     assert plan.expanded == expanded
     assert plan.levels == plan.depth + (plan.min_probability > 0)
@@ -135,21 +135,21 @@ def test_expanded_nodes_by_hand(plan: TreePlan, expanded: int) -> None:
         (TreePlan(6, 2, 2, 20), 20),
     ],
 )
-def test_a_plan_has_no_more_nodes_than_its_levels_hold(plan: TreePlan, nodes: int) -> None:
+def test_plan_has_no_more_nodes_than_its_levels_hold(plan: TreePlan, nodes: int) -> None:
     assert plan.nodes == nodes
 
 
 @FAST
 @given(plans())
-def test_a_rounded_plan_still_holds_every_node(plan: TreePlan) -> None:
-    rounded = plan.bucketed()
-    assert rounded.depth == plan.depth
-    assert rounded.nodes >= plan.nodes
-    assert rounded.width >= plan.width
-    assert rounded.branch >= plan.branch
+def test_bucketed_plan_is_at_least_as_large(plan: TreePlan) -> None:
+    bucketed = plan.bucketed()
+    assert bucketed.depth == plan.depth
+    assert bucketed.nodes >= plan.nodes
+    assert bucketed.width >= plan.width
+    assert bucketed.branch >= plan.branch
 
 
-def check_fixed(plan: TreePlan) -> None:
+def check_fixed_shape(plan: TreePlan) -> None:
     fixed = plan.with_fixed_shape()
     assert fixed.shape is not None
     shape = TreeShape.from_parents(fixed.shape)
@@ -158,24 +158,24 @@ def check_fixed(plan: TreePlan) -> None:
     assert fixed.branch <= plan.branch
     assert list(shape.depths) == sorted(shape.depths), "level by level"
     for level in shape.levels:
-        assert len({fixed.shape[node] for node in level}) <= plan.width, "no more nodes of a level are expanded"
+        assert len({fixed.shape[node] for node in level}) <= plan.width, "the width limit holds"
     assert fixed.with_fixed_shape() == fixed
 
 
 @FAST
 @given(plans().filter(lambda plan: plan.nodes <= 40 and plan.depth * plan.nodes <= MAX_EXPANDED))
-def test_a_fixed_plan_is_within_the_plan(plan: TreePlan) -> None:
-    check_fixed(plan)
+def test_fixed_shape_is_within_the_plan(plan: TreePlan) -> None:
+    check_fixed_shape(plan)
 
 
 @pytest.mark.parametrize("plan", [TreePlan(7, 11, 4, 128), TreePlan(10, 12, 12, 128), TreePlan(7, 11, 16, 128)])
-def test_every_legal_plan_has_a_fixed_shape(plan: TreePlan) -> None:
-    check_fixed(plan)
+def test_largest_plans_have_a_fixed_shape(plan: TreePlan) -> None:
+    check_fixed_shape(plan)
 
 
 @FAST
 @given(st.integers(1, 5), st.integers(1, 4))
-def test_a_fixed_plan_fills_its_budget(depth: int, branch: int) -> None:
+def test_fixed_shape_uses_all_nodes(depth: int, branch: int) -> None:
     full = sum(branch**level for level in range(depth + 1))
     nodes = max(min(full, 40), depth + 1)
     assert TreePlan(depth, 40, branch, nodes).with_fixed_shape().nodes == min(nodes, full)
@@ -191,12 +191,12 @@ PUBLISHED = {
 }
 
 
-def test_all_published_tables_are_there() -> None:
+def test_published_tables_are_complete() -> None:
     assert set(TABLES) == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_tables(name: str) -> None:
+def test_published_table_sizes(name: str) -> None:
     nodes, leaves, per_depth = PUBLISHED[name]
     parents = load_shape(name)
     shape = TreeShape.from_parents(parents)
@@ -204,18 +204,18 @@ def test_published_tables(name: str) -> None:
     assert len(set(range(len(parents))) - set(parents)) == leaves
     assert [len(level) for level in shape.levels[1:]] == per_depth
     assert list(shape.depths) == sorted(shape.depths), "level by level, as the published tables are ordered"
-    assert (0,) * len(per_depth) in paths(parents), "the all-zeros path is the deepest"
+    assert (0,) * len(per_depth) in paths(parents), "the all-zeros path is among the deepest"
     plan = Static(name).plan(None, 0)  # type: ignore[arg-type]
     assert (plan.nodes, plan.depth, plan.shape) == (nodes + 1, len(per_depth), parents)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_published_tables_can_be_cut(name: str, depth: int) -> None:
-    check_cut(TreePlan.from_shape(load_shape(name)), depth)
+def test_published_tables_can_be_truncated(name: str, depth: int) -> None:
+    check_truncated_shape(TreePlan.from_shape(load_shape(name)), depth)
 
 
-# Children of every node that has any, as published: the node is the ranks that lead to it.
+# Number of children of every inner node, as published; a node is named by the ranks on the path to it.
 CHILDREN = {
     "mc_sim_7b_63": "root 4, 0 3, 1 2, 2 2, 3 1, 00 3, 01 2, 02 2, 10 1, 000 3, 0000 2",
     "mc_sim_7b_63_balanced": "root 3, 0 3, 1 3, 2 2, 00 3, 01 2, 10 2, 11 2, 000 3, 0000 2",
@@ -229,11 +229,11 @@ CHILDREN = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_tables_have_the_published_children(name: str) -> None:
-    found = Counter("".join(map(str, path[:-1])) or "root" for path in paths(load_shape(name)) if path)
-    assert found == {node: int(count) for node, count in (item.split() for item in CHILDREN[name].split(", "))}
+    counts = Counter("".join(map(str, path[:-1])) or "root" for path in paths(load_shape(name)) if path)
+    assert counts == {node: int(count) for node, count in (item.split() for item in CHILDREN[name].split(", "))}
 
 
-def test_a_shape_from_a_file(tmp_path: Path) -> None:
+def test_shape_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "tree.json"
     file.write_text(json.dumps([-1, 0, 0, 1, 1, 2]))
     plan = Static(str(file)).plan(None, 0)  # type: ignore[arg-type]
@@ -243,25 +243,25 @@ def test_a_shape_from_a_file(tmp_path: Path) -> None:
 
 @FAST
 @given(st.lists(plans().filter(lambda plan: plan.depth <= 12 and plan.width <= 20), min_size=1, max_size=4))
-def test_an_envelope_holds_every_plan_and_no_more(group: list[TreePlan]) -> None:
-    found = covering_plan(group)
+def test_covering_plan_is_the_maximum(group: list[TreePlan]) -> None:
+    covering = covering_plan(group)
     for name in ("depth", "width", "branch", "nodes"):
-        assert getattr(found, name) == max(getattr(plan, name) for plan in group)
+        assert getattr(covering, name) == max(getattr(plan, name) for plan in group)
     assert covering_plan(group[:1]) == group[0]
-    assert covering_plan(group[::-1]) == found
+    assert covering_plan(group[::-1]) == covering
 
 
 @FAST
 @given(shapes(), st.lists(st.integers(0, 8), min_size=1, max_size=4))
-def test_an_envelope_of_one_shape_cut_differently_is_the_longest_cut(parents: tuple[int, ...], cuts: list[int]) -> None:
+def test_covering_plan_of_truncated_shapes_is_the_deepest(parents: tuple[int, ...], depths: list[int]) -> None:
     plan = TreePlan.from_shape(parents)
-    assert covering_plan([plan.truncate(depth) for depth in cuts]) == plan.truncate(max(cuts))
+    assert covering_plan([plan.truncate(depth) for depth in depths]) == plan.truncate(max(depths))
 
 
-def test_different_shapes_have_no_envelope() -> None:
+def test_different_shapes_have_no_covering_plan() -> None:
     with pytest.raises(ConfigError, match=r"share one tree shape.*batch size 1"):
         covering_plan([TreePlan.from_shape((-1, 0, 0)), TreePlan.from_shape((-1, 0, 1))])
 
 
-def test_plans_are_keys() -> None:
+def test_plans_are_hashable() -> None:
     assert len({TreePlan(3, 2, 2, 9), TreePlan(3, 2, 2, 9), TreePlan.from_shape((-1, 0))}) == 2

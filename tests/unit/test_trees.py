@@ -1,4 +1,4 @@
-"""Invariant 3 and what goes with it: trees are well formed, stay within their plans, and padding never wins."""
+"""Draft trees are well formed, stay within their plans, and padding is never accepted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import TableDrafter, TableTarget, draw, tables
+from lookup_models import TableDrafter, TableTarget, decode_tokens, random_tables
 from torch import Tensor
 
 from underdraw.calibration import Calibration
@@ -64,23 +64,23 @@ def layouts(draw: Any) -> Layout:
 
 @dataclass(frozen=True)
 class Grown:
-    """A batch of trees with the plan they share, the plans of their own, and the draws."""
+    """A batch of trees with the covering plan and the plan of each tree."""
 
     tree: DraftTree
     plan: TreePlan
-    own: list[TreePlan]
+    plans: list[TreePlan]
     noise_window: NoiseWindow
 
 
 @st.composite
-def grown(draw: Any, proposals: tuple[Proposal, ...] = PROPOSALS, shaped: bool = False) -> Grown:
+def grown_trees(draw: Any, proposals: tuple[Proposal, ...] = PROPOSALS, shaped: bool = False) -> Grown:
     layout, batch = draw(layouts()), draw(st.integers(1, 3))
     if shaped:
         plan = TreePlan.from_shape(draw(shapes()))
-        own = [plan.truncate(draw(st.integers(0, plan.depth))) for _ in range(batch)]
+        tree_plans = [plan.truncate(draw(st.integers(0, plan.depth))) for _ in range(batch)]
     else:
-        own = [draw(plans()) for _ in range(batch)]
-        plan = covering_plan(own)
+        tree_plans = [draw(plans()) for _ in range(batch)]
+        plan = covering_plan(tree_plans)
     sampler = Sampler(
         layout, [draw(st.integers(0, 2**62 - 1)) for _ in range(batch)],
         temperature=draw(st.sampled_from([0.0, 0.5, 1.0])), top_k=draw(st.sampled_from([0, 1, 3])),
@@ -91,12 +91,12 @@ def grown(draw: Any, proposals: tuple[Proposal, ...] = PROPOSALS, shaped: bool =
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     spread = draw(st.sampled_from([0.0, 1.0, 5.0, 200.0]))
     tree = grow_tree(
-        lambda level: torch.randn(*level.tokens.shape, len(layout.codes), generator=generator) * spread,
+        lambda frontier: torch.randn(*frontier.tokens.shape, len(layout.codes), generator=generator) * spread,
         torch.full((batch,), 4), plan, noise_window, proposal=draw(st.sampled_from(proposals)),
         calibration=draw(st.sampled_from([None, Calibration(), Calibration(2.0, (0.0, -0.7, 0.4), 0.01)])),
-        limits=None if all(p == plan for p in own) else TreeLimits.from_plans(own, torch.device("cpu")),
+        limits=None if all(p == plan for p in tree_plans) else TreeLimits.from_plans(tree_plans, torch.device("cpu")),
     )  # fmt: skip
-    return Grown(tree, plan, own, noise_window)
+    return Grown(tree, plan, tree_plans, noise_window)
 
 
 def nodes_of(tree: DraftTree, row: int) -> list[tuple[int, int, int, int]]:
@@ -106,8 +106,8 @@ def nodes_of(tree: DraftTree, row: int) -> list[tuple[int, int, int, int]]:
     )
 
 
-def check_form(tree: DraftTree) -> None:
-    """Invariant 3, for every tree of a batch."""
+def check_well_formed(tree: DraftTree) -> None:
+    """Indices, depths, ranks and ancestor masks of every tree of a batch are consistent."""
     for row in range(tree.tokens.shape[0]):
         nodes = nodes_of(tree, row)
         assert nodes[0][1:3] == (-1, 0), "node 0 is the root"
@@ -116,7 +116,7 @@ def check_form(tree: DraftTree) -> None:
             assert parent < index, "a parent comes before its children"
             if depth == -1:
                 continue
-            assert nodes[parent][2] >= 0, "a kept node's parent is kept"
+            assert nodes[parent][2] >= 0, "the parent of a real node is no padding"
             assert depth == nodes[parent][2] + 1, "a node lies one level below its parent"
             siblings.setdefault(parent, []).append((rank, token))
         for children in siblings.values():
@@ -132,92 +132,93 @@ def check_form(tree: DraftTree) -> None:
             assert set(tree.ancestors[row, index].nonzero().flatten().tolist()) == line
 
 
-def check_size(tree: DraftTree, own: list[TreePlan]) -> None:
-    """No tree is larger than its own plan allows."""
-    for row, limit in enumerate(own):
-        every = nodes_of(tree, row)
-        nodes = [node for node in every if node[2] >= 0]
+def check_size(tree: DraftTree, tree_plans: list[TreePlan]) -> None:
+    """No tree is larger than its plan allows."""
+    for row, limit in enumerate(tree_plans):
+        all_nodes = nodes_of(tree, row)
+        nodes = [node for node in all_nodes if node[2] >= 0]
         assert len(nodes) <= limit.nodes
         assert max(depth for _, _, depth, _ in nodes) <= limit.depth
         parents = [parent for _, parent, depth, _ in nodes if depth > 0]
         assert all(parents.count(parent) <= limit.branch for parent in parents)
         for level in range(limit.depth):
-            assert len({parent for parent in parents if every[parent][2] == level}) <= limit.width
+            assert len({parent for parent in parents if all_nodes[parent][2] == level}) <= limit.width
 
 
 @FAST
-@given(grown())
-def test_grown_trees_are_well_formed(result: Grown) -> None:
-    check_form(result.tree)
+@given(grown_trees())
+def test_trees_are_well_formed(result: Grown) -> None:
+    check_well_formed(result.tree)
     assert result.tree.size <= result.plan.nodes
 
 
 @FAST
-@given(grown(shaped=True))
-def test_trees_of_a_fixed_shape_are_well_formed_and_within_their_plans(result: Grown) -> None:
-    check_form(result.tree)
-    check_size(result.tree, result.own)
+@given(grown_trees(shaped=True))
+def test_fixed_shapes_are_well_formed_and_within_their_plans(result: Grown) -> None:
+    check_well_formed(result.tree)
+    check_size(result.tree, result.plans)
 
 
 @FAST
-@given(grown(("coupled", "topk")))
-def test_trees_stay_within_their_own_plans(result: Grown) -> None:
-    """Node, depth, branch and width limits hold for every row of a batch, not only for the plan that they share."""
-    check_size(result.tree, result.own)
+@given(grown_trees(("coupled", "topk")))
+def test_each_tree_stays_within_its_plan(result: Grown) -> None:
+    """Node, depth, branch and width limits hold per tree, not only for the covering plan."""
+    check_size(result.tree, result.plans)
 
 
-def expand_at_random(layout: Layout, seed: int) -> ExpandFn:
+def random_expand(layout: Layout, seed: int) -> ExpandFn:
     generator = torch.Generator().manual_seed(seed)
-    return lambda level: torch.randn(*level.tokens.shape, len(layout.codes), generator=generator) * 2
+    return lambda frontier: torch.randn(*frontier.tokens.shape, len(layout.codes), generator=generator) * 2
 
 
-def test_sampled_trees_stay_within_their_own_plans() -> None:
-    own = [TreePlan(5, 1, 1, 6), TreePlan(2, 6, 6, 30)]
+def test_sampled_trees_stay_within_their_plans() -> None:
+    tree_plans = [TreePlan(5, 1, 1, 6), TreePlan(2, 6, 6, 30)]
     noise_window = Sampler(PLAIN, [0, 1]).noise_window(torch.tensor([0, 3]), 6)
-    limits = TreeLimits.from_plans(own, torch.device("cpu"))
+    limits = TreeLimits.from_plans(tree_plans, torch.device("cpu"))
     root = torch.tensor([4, 4])
     tree = grow_tree(
-        expand_at_random(PLAIN, 0), root, covering_plan(own), noise_window, proposal="sampled", limits=limits
+        random_expand(PLAIN, 0), root, covering_plan(tree_plans), noise_window, proposal="sampled", limits=limits
     )
-    check_form(tree)
-    check_size(tree, own)
+    check_well_formed(tree)
+    check_size(tree, tree_plans)
 
 
-def test_no_calibration_breaks_a_tree() -> None:
-    """A kept node's parent is kept, whatever the biases: at every budget, with forced tokens among the children."""
+def test_biased_calibration_keeps_parents() -> None:
+    """A kept node's parent is kept, whatever the biases, at every node budget and with forced tokens."""
     layout = Layout(4, 3, range(4, 20), row_end=30)
     for seed in range(20):
         noise_window = Sampler(layout, [seed]).noise_window(torch.tensor([0]), 6)
         for nodes in range(6, 26):
-            check_form(
+            check_well_formed(
                 grow_tree(
-                    expand_at_random(layout, seed), torch.tensor([5]), TreePlan(5, 4, 4, nodes), noise_window,
+                    random_expand(layout, seed), torch.tensor([5]), TreePlan(5, 4, 4, nodes), noise_window,
                     calibration=Calibration(biases=(0.85, 0.65)),
                 )
             )  # fmt: skip
 
 
 @pytest.mark.parametrize(("width", "nodes"), [(4, 30), (2, 19)])
-def test_a_plan_is_used_up(width: int, nodes: int) -> None:
-    """Trees are as large as the plan allows where there are children enough, be it by its nodes or by its levels."""
+def test_trees_use_the_whole_plan(width: int, nodes: int) -> None:
+    """Trees have as many nodes as the plan allows, limited by `nodes` or by the levels."""
     noise_window = Sampler(PLAIN, [3]).noise_window(torch.tensor([0]), 6)
     plan = TreePlan(5, width, width, 30)
     for proposal in PROPOSALS:
-        tree = grow_tree(expand_at_random(PLAIN, 1), torch.tensor([4]), plan, noise_window, proposal=proposal)
+        tree = grow_tree(random_expand(PLAIN, 1), torch.tensor([4]), plan, noise_window, proposal=proposal)
         assert tree.size == plan.nodes == nodes
         assert int((tree.depths >= 0).sum()) == nodes
         assert (tree.q is None) == (proposal != "sampled")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_children_are_what_their_proposal_says(temperature: float) -> None:
-    """coupled: best of log q + the target's noise; topk: best of q; sampled: best of log q + noise of its own."""
+def test_children_follow_the_proposal(temperature: float) -> None:
+    """coupled: largest log q + target noise; topk: largest q; sampled: largest log q + draft noise."""
     noise_window = Sampler(PLAIN, [5, 6], temperature=temperature).noise_window(torch.tensor([2, 9]), 3)
     logits = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(0))
     plan = TreePlan.from_shape((-1, 0, 0, 1, 1, 2))
 
-    def expand(level: Frontier) -> Tensor:
-        return logits[:, : level.tokens.shape[1]] if level.depth == 0 else logits[:, 1 : 1 + level.tokens.shape[1]]
+    def expand(frontier: Frontier) -> Tensor:
+        width = frontier.tokens.shape[1]
+        return logits[:, :width] if frontier.depth == 0 else logits[:, 1 : 1 + width]
 
     for proposal in PROPOSALS:
         tree = grow_tree(expand, torch.tensor([4, 4]), plan, noise_window, proposal=proposal)
@@ -227,35 +228,35 @@ def test_children_are_what_their_proposal_says(temperature: float) -> None:
                 if temperature and proposal != "topk":
                     noise = noise_window.gumbel("target" if proposal == "coupled" else "draft")[row, level]
                 order = (logits[row, line] + noise).argsort(descending=True)
-                found = tree.tokens[row][(tree.parents[row] == parent) & (tree.depths[row] > 0)]
-                assert (found - 4).tolist() == order[: len(found)].tolist()
+                children = tree.tokens[row][(tree.parents[row] == parent) & (tree.depths[row] > 0)]
+                assert (children - 4).tolist() == order[: len(children)].tolist()
                 if tree.q is not None:
                     torch.testing.assert_close(tree.q[row, parent], logits[row, line].softmax(-1))
 
 
-def grown_slowly(
+def reference_growth(
     table: Tensor, plan: TreePlan, noise_window: NoiseWindow, proposal: Proposal, calibration: Calibration | None
 ) -> set[tuple[int, ...]]:
-    """The columns that lead to each kept node, grown one node at a time; the table is (depth, last column, K)."""
-    level: list[tuple[tuple[int, ...], float]] = [((), 0.0)]  # (path, log chance) of the nodes to expand
-    pool: list[tuple[tuple[int, ...], float]] = []
+    """Codes on the path to each kept node, grown one node at a time; the table is (depth, previous code, K)."""
+    frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]  # (path, log probability)
+    candidates: list[tuple[tuple[int, ...], float]] = []
     for depth in range(1, plan.depth + 1):
-        found: list[tuple[tuple[int, ...], float]] = []
-        for path, reached in level:
+        level: list[tuple[tuple[int, ...], float]] = []
+        for path, path_log_prob in frontier:
             logits = table[depth - 1, path[-1] if path else 0]
             scores = logits if proposal == "topk" else logits + noise_window.gumbel("target")[0, depth - 1]
-            columns = scores.argsort(descending=True)[: plan.branch]
-            chances = logits.log_softmax(-1)[columns]
+            codes = scores.argsort(descending=True)[: plan.branch]
+            log_probs = logits.log_softmax(-1)[codes]
             if calibration is not None and proposal == "coupled":
                 bias = torch.tensor(
                     [calibration.biases[min(r, len(calibration.biases) - 1)] for r in range(plan.branch)]
                 )
-                weight = (bias + (scores[columns] - scores.max()) * calibration.slope).exp()
-                chances = (weight / (weight.sum() + calibration.miss)).log()
-            found += [((*path, c), reached + p) for c, p in zip(columns.tolist(), chances.tolist(), strict=True)]
-        pool += found
-        level = sorted(found, key=lambda node: -node[1])[: plan.width]
-    return {path for path, _ in sorted(pool, key=lambda node: -node[1])[: plan.nodes - 1]}
+                weight = (bias + (scores[codes] - scores.max()) * calibration.slope).exp()
+                log_probs = (weight / (weight.sum() + calibration.miss)).log()
+            level += [((*path, c), path_log_prob + p) for c, p in zip(codes.tolist(), log_probs.tolist(), strict=True)]
+        candidates += level
+        frontier = sorted(level, key=lambda node: -node[1])[: plan.width]
+    return {path for path, _ in sorted(candidates, key=lambda node: -node[1])[: plan.nodes - 1]}
 
 
 @pytest.mark.parametrize(
@@ -270,85 +271,84 @@ def grown_slowly(
         ("coupled", Calibration(0.5, (0.0, -1.0, 0.5), 0.2)),
     ],
 )
-def test_growth_matches_a_slow_one(plan: TreePlan, proposal: Proposal, calibration: Calibration | None) -> None:
-    """Best first: the most promising nodes are expanded, and the best of all that were seen are kept."""
+def test_growth_matches_reference(plan: TreePlan, proposal: Proposal, calibration: Calibration | None) -> None:
+    """The most probable nodes of a level are expanded, and the most probable of all candidates are kept."""
     for seed in range(5):
         table = torch.randn(5, 12, 12, generator=torch.Generator().manual_seed(seed))
         noise_window = Sampler(PLAIN, [seed]).noise_window(torch.tensor([0]), 6)
         tree = grow_tree(
-            lambda level, table=table: table[level.depth, (level.tokens - 4) * (level.depth > 0)],  # type: ignore[misc]
+            lambda f, table=table: table[f.depth, (f.tokens - 4) * (f.depth > 0)],  # type: ignore[misc]
             torch.tensor([9]), plan, noise_window, proposal=proposal, calibration=calibration,
         )  # fmt: skip
         paths: list[tuple[int, ...]] = []
         for token, parent, _, _ in nodes_of(tree, 0):
             paths.append(() if parent < 0 else (*paths[parent], token - 4))
-        assert set(paths[1:]) == grown_slowly(table, plan, noise_window, proposal, calibration)
+        assert set(paths[1:]) == reference_growth(table, plan, noise_window, proposal, calibration)
 
 
-# ----------------------------------------------------------------------------------------------- walking down trees
+# ---------------------------------------------------------------------------------------------------- verification
 
 
-def walk(tree: DraftTree, choices: Tensor, row: int) -> tuple[list[int], int]:
-    """The path that the target agrees with and its next token, one node at a time."""
+def reference_walk(tree: DraftTree, choices: Tensor, row: int) -> tuple[list[int], int]:
+    """The accepted path and the next token, one node at a time."""
     path, nodes = [0], nodes_of(tree, row)
     while True:
-        wanted = int(choices[row, path[-1]])
-        steps = [
+        choice = int(choices[row, path[-1]])
+        children = [
             i
             for i, (token, parent, depth, _) in enumerate(nodes)
-            if depth > 0 and (parent, token) == (path[-1], wanted)
+            if depth > 0 and (parent, token) == (path[-1], choice)
         ]
-        if not steps:
-            return path, wanted
-        path.append(steps[0])
+        if not children:
+            return path, choice
+        path.append(children[0])
 
 
-def agreed(tree: DraftTree, choices: Tensor) -> AcceptedPath:
-    """`agree` with the choices (B, N) of all nodes known beforehand."""
+def match_choices(tree: DraftTree, choices: Tensor) -> AcceptedPath:
+    """`match_along_path` with fixed choices (B, N) of all nodes."""
     return match_along_path(tree, tree.size, lambda node, depth: choices.gather(1, node[:, None])[:, 0])
 
 
 @FAST
-@given(st.one_of(grown(), grown(shaped=True)), st.integers(0, 10**6))
-def test_agree_matches_a_slow_walk(result: Grown, seed: int) -> None:
-    """Also where the choices are what padding happens to hold: padding never wins."""
+@given(st.one_of(grown_trees(), grown_trees(shaped=True)), st.integers(0, 10**6))
+def test_matching_equals_reference_walk(result: Grown, seed: int) -> None:
+    """Also where the choices are tokens of padding, which is never accepted."""
     tree = result.tree
     generator = torch.Generator().manual_seed(seed)
     pick = torch.randint(tree.size, tree.tokens.shape, generator=generator)
     choices = tree.tokens.gather(1, pick)
-    accepted_path = agreed(tree, choices)
+    accepted_path = match_choices(tree, choices)
     for row in range(tree.tokens.shape[0]):
-        path, next_token = walk(tree, choices, row)
+        path, next_token = reference_walk(tree, choices, row)
         assert accepted_path.length[row] == len(path) - 1
         assert accepted_path.path[row].tolist() == path + [0] * (accepted_path.path.shape[1] - len(path))
         assert accepted_path.next_token[row] == next_token
         assert (tree.depths[row, path] >= 0).all()
-    at_once, width = match_all_nodes(tree, tree.size, choices), accepted_path.path.shape[1]
-    assert torch.equal(at_once.path[:, :width], accepted_path.path) and not at_once.path[:, width:].any()
-    assert torch.equal(at_once.length, accepted_path.length) and torch.equal(
-        at_once.next_token, accepted_path.next_token
-    )
+    by_nodes, width = match_all_nodes(tree, tree.size, choices), accepted_path.path.shape[1]
+    assert torch.equal(by_nodes.path[:, :width], accepted_path.path) and not by_nodes.path[:, width:].any()
+    assert torch.equal(by_nodes.length, accepted_path.length)
+    assert torch.equal(by_nodes.next_token, accepted_path.next_token)
     narrow = accepted_path.narrow(int(accepted_path.length.max()))
     assert narrow.path.shape[1] == int(accepted_path.length.max()) + 1
 
 
-def test_padding_never_wins() -> None:
+def test_padding_is_never_accepted() -> None:
     tree = chain(torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]), torch.tensor([1, 3]))
-    accepted_path = agreed(tree, torch.tensor([[6, 7, 8, 9], [6, 7, 8, 9]]))
+    accepted_path = match_choices(tree, torch.tensor([[6, 7, 8, 9], [6, 7, 8, 9]]))
     assert accepted_path.length.tolist() == [1, 3]
     assert accepted_path.next_token.tolist() == [7, 9]
     assert accepted_path.path.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
 
 
-def test_only_root_and_chain() -> None:
-    check_form(root_only(torch.tensor([7, 8])))
-    check_form(chain(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([0, 2])))
+def test_root_only_and_chain_are_well_formed() -> None:
+    check_well_formed(root_only(torch.tensor([7, 8])))
+    check_well_formed(chain(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([0, 2])))
     assert root_only(torch.tensor([7, 8])).size == 1
 
 
 @FAST
 @given(shapes(by_level=False))
-def test_ancestry_is_its_definition(parents: tuple[int, ...]) -> None:
+def test_ancestor_mask(parents: tuple[int, ...]) -> None:
     shape = TreeShape.from_parents(parents)
     table = ancestor_mask(torch.tensor([parents]), max(shape.depths))[0]
     for node, parent in enumerate(parents):
@@ -362,53 +362,54 @@ def test_ancestry_is_its_definition(parents: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("policy", ["chain:depth=30", "static", "confidence", "adjacency", "adjacency:init=random"])
 @pytest.mark.parametrize("proposal", PROPOSALS)
 def test_trees_never_reach_past_the_last_token(layout: Layout, policy: str, proposal: str) -> None:
-    """The deepest node leaves one step for the target's own token; finished images get no tree at all.
+    """The deepest node leaves one step for the target's sample, and finished images get no tree.
 
-    Invariant 5: a row end is drafted where it is due and nowhere else.
+    A row end is drafted where the layout forces it and nowhere else.
     """
-    target, draft = tables(layout, seed=1)
+    target, draft = random_tables(layout, seed=1)
     drafter = TableDrafter(draft)
     seeds = [1, 2, 3, 4]
-    tokens, _ = draw(TableTarget(target), drafter, policies.build(policy), Exact(), layout, seeds, proposal=proposal)
-    plain, _ = draw(TableTarget(target), TableDrafter(draft), policies.build("none"), Exact(), layout, seeds)
+    tokens, _ = decode_tokens(
+        TableTarget(target), drafter, policies.build(policy), Exact(), layout, seeds, proposal=proposal
+    )
+    plain, _ = decode_tokens(TableTarget(target), TableDrafter(draft), policies.build("none"), Exact(), layout, seeds)
     assert tokens.tolist() == plain.tolist()
-    for request, tree in drafter.seen:
-        check_form(tree)
+    for request, tree in drafter.drafted:
+        check_well_formed(tree)
         steps = request.steps[:, None] + tree.depths
         assert (steps.amax(-1) <= request.steps.clamp(min=layout.stop - 2)).all()
-        drafted = tree.depths > 0
+        is_drafted = tree.depths > 0
         if layout.row_end is not None:
-            assert torch.equal((tree.tokens == layout.row_end)[drafted], layout.is_row_end(steps)[drafted])
+            assert torch.equal((tree.tokens == layout.row_end)[is_drafted], layout.is_row_end(steps)[is_drafted])
 
 
 @pytest.mark.parametrize("min_probability", [0.01, 0.1, 0.4])
-def test_a_floor_leaves_out_what_is_unlikely_and_nothing_else(min_probability: float) -> None:
+def test_min_probability_drops_only_unlikely_nodes(min_probability: float) -> None:
     """A tree with a min_probability is the tree without one, less the nodes below it and their descendants."""
     sampler, calibration = Sampler(PLAIN, [11]), Calibration(1.5, (0.0, -0.2), 0.1)
     noise_window = sampler.noise_window(torch.tensor([2]), 4)
 
-    def logits(depth: int, token: int) -> Tensor:  # the same for the same node, whichever tree asks
+    def logits(depth: int, token: int) -> Tensor:  # depends on the node only, not on the tree
         return torch.randn(12, generator=torch.Generator().manual_seed(100 * depth + token)) * 2
 
-    def tree(least: float) -> DraftTree:
-        def expand(level: Frontier) -> Tensor:
-            return torch.stack([logits(level.depth, token) for token in level.tokens[0].tolist()])[None]
+    def tree(min_probability: float) -> DraftTree:
+        def expand(frontier: Frontier) -> Tensor:
+            return torch.stack([logits(frontier.depth, token) for token in frontier.tokens[0].tolist()])[None]
 
-        plan = TreePlan(3, 12, 12, 128, min_probability=least)
+        plan = TreePlan(3, 12, 12, 128, min_probability=min_probability)
         return grow_tree(expand, torch.tensor([4]), plan, noise_window, calibration=calibration)
 
-    everything, chances = nodes_of(tree(0.0), 0), [1.0]
-    for _, parent, depth, rank in everything[1:]:
-        scores = noise_window.level_scores(logits(depth - 1, everything[parent][0])[None, None], depth)
-        chance = calibration.log_acceptance_probability(
-            scores.sort(descending=True).values, has_forced_tokens=False
-        ).exp()[0, 0, rank]
-        chances.append(chances[parent] * float(chance))
+    all_nodes, probabilities = nodes_of(tree(0.0), 0), [1.0]
+    for _, parent, depth, rank in all_nodes[1:]:
+        scores = noise_window.level_scores(logits(depth - 1, all_nodes[parent][0])[None, None], depth)
+        scores = scores.sort(descending=True).values
+        log_probability = calibration.log_acceptance_probability(scores, has_forced_tokens=False)[0, 0, rank]
+        probabilities.append(probabilities[parent] * float(log_probability.exp()))
     kept = [
         (token, depth, rank)
-        for (token, _, depth, rank), chance in zip(everything, chances, strict=True)
-        if chance >= min_probability
+        for (token, _, depth, rank), probability in zip(all_nodes, probabilities, strict=True)
+        if probability >= min_probability
     ]
     pruned = [(token, depth, rank) for token, _, depth, rank in nodes_of(tree(min_probability), 0)]
     assert sorted(pruned) == sorted(kept)
-    assert 1 < len(kept) < len(everything)
+    assert 1 < len(kept) < len(all_nodes)

@@ -1,4 +1,4 @@
-"""Running commands: in this process, which is fast, or in one of their own."""
+"""Run commands: in this process, which is fast, or in a subprocess."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Result:
 
     @property
     def record(self) -> Any:
-        """The object in the last line."""
+        """The JSON object in the last line."""
         return json.loads(self.out.splitlines()[-1])
 
 
@@ -46,14 +46,20 @@ def run_script(module: ModuleType, *arguments: object) -> Result:
 
 
 def start(*arguments: object, cwd: Path, program: tuple[str, str] = ("-m", "underdraw")) -> subprocess.Popen[str]:
-    """`underdraw ARGUMENTS` in a process of its own."""
+    """`underdraw ARGUMENTS` in a subprocess."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *program, *map(str, arguments)]
     return subprocess.Popen(
-        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_listen
+        command,
+        cwd=cwd,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=_enable_interrupt,
     )
 
 
-def _listen() -> None:
-    """Ctrl-C is heard even if the tests run in the background of a shell, which makes its children deaf to it."""
+def _enable_interrupt() -> None:
+    """Restore Ctrl-C, which a shell disables for the commands that it runs in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

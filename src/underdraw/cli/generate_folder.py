@@ -10,16 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from underdraw.cli.progress import (
-    StepCallback,
-    comparison_records,
-    drafted_tokens,
-    print_result,
-    progress_bar,
-    rounded,
-    stats_record,
-    summary_line,
-)
+from underdraw.cli.progress import StepCallback, drafted_tokens, print_result, progress_bar
+from underdraw.cli.records import comparison_records, rounded, stats_record, summary_line
 from underdraw.errors import ConfigError
 from underdraw.run_folder import RunFolder
 

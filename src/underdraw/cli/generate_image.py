@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from underdraw.cli.progress import (
+from underdraw.cli.progress import drafted_tokens, print_result, progress_bar
+from underdraw.cli.records import (
     comparison_records,
-    drafted_tokens,
     load_record,
     median_pass_ms,
     peak_device_bytes,
     pixels_phrase,
-    print_result,
-    progress_bar,
     rounded,
     stats_record,
     summary_line,

@@ -97,11 +97,11 @@ def heatmap(
     shown = [panel for panel in panels if _has_value(history, panel).any()]
     if not shown:
         raise ConfigError("this history holds nothing to show yet; decode at least one pass first.")
-    drawn = [] if image is None else [_with_title(_fit(image), "image")]
-    drawn += [_draw_panel(history, panel, image) for panel in shown]
+    sheet_panels = [] if image is None else [_with_title(_fit(image), "image")]
+    sheet_panels += [_draw_panel(history, panel, image) for panel in shown]
     tokens = int((history.pass_index >= 0).sum())
     heading = f"{tokens} tokens in {history.passes} target passes: {history.tokens_per_pass:.2f} tokens per pass"
-    return _sheet(drawn, heading + " (grey: sampled from the prefill)")
+    return _sheet(sheet_panels, heading + " (grey: sampled from the prefill)")
 
 
 def side_by_side(titled_images: Sequence[tuple[Image.Image, str]], heading: str) -> Image.Image:

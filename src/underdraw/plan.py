@@ -116,7 +116,7 @@ class TreePlan:
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """A tree given by the parent of every node, with what follows from it."""
+    """A tree as the parent of every node, with the depths, ranks and levels that follow from it."""
 
     parents: tuple[int, ...]
     depths: tuple[int, ...]

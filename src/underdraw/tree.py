@@ -112,7 +112,7 @@ def grow_tree(
     calibration: Calibration | None = None,
     limits: TreeLimits | None = None,
 ) -> DraftTree:
-    """Grow trees from the roots (B,) with one plan, each within its own `limits`.
+    """Grow trees from the roots (B,) with one plan, each within its `limits`.
 
     Without a calibration nodes are ranked by q, as in EAGLE-2, whatever the proposal.
     """

@@ -1,6 +1,7 @@
 """Finding the accepted paths of B trees at once: level by level on a CPU, from the choices of all nodes on a device.
 
-Every node accepts at most one of its children. Children are told apart by a label: their token or their rank.
+Every node accepts at most one of its children. A label identifies a child among its siblings: its token
+or its rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Drafters see what they should: true features one place before each token, and the row above each cell to come.
+"""Inputs of drafters: the target's features one position before each token, and the row above each cell to come.
 
-No exactness test notices a drafter that is fed wrongly; it only drafts badly.
+No exactness test fails for a drafter with wrong inputs; it only drafts badly.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from underdraw.sampling import gumbel
 
 
 @dataclass(frozen=True)
-class Watched:
-    """An EAGLE drafter, with what goes into its network."""
+class RecordingDrafter:
+    """An EAGLE drafter that records the inputs of its network: token, feature, step and row above of every token."""
 
     proposes: ClassVar[str] = "tree"
 
     drafter: Any
-    seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    inputs: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def open(self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float) -> Any:
         session = self.drafter.open(prompts, layout, prefill, guidance=guidance)
         assert isinstance(session, EagleSession)
-        follow = session.follow
+        append_pending = session.append_pending
 
-        def watched(request: DraftRequest) -> None:
+        def record_and_append(request: DraftRequest) -> None:
             pending = session.pending
             last = (pending.counts - 1).clamp(min=0)[:, None]
             tokens = pending.tokens.scatter(1, last, request.root.repeat(session.copies)[:, None])
+            above = above_tokens(session.committed, layout, pending.steps + 1, session.roots, session.copies)
             for row, count in enumerate(pending.host_counts):
-                steps = pending.steps[row, :count]
-                above = session.above(pending.steps)[row, :count]
-                self.seen.append((tokens[row, :count], pending.features[row, :count], steps, above))
-            follow(request)
+                parts = (tokens, pending.features, pending.steps, above)
+                self.inputs.append(tuple(part[row, :count] for part in parts))  # type: ignore[arg-type]
+            append_pending(request)
 
-        session.follow = watched  # type: ignore[method-assign]
+        session.append_pending = record_and_append  # type: ignore[method-assign]
         return session
 
 
-def features_of(of: Any, layout: Layout, tokens: Tensor, prompt: tuple[int, ...]) -> Tensor:
-    """The target's features of every token of one row, by one plain pass."""
-    session = of.open([Prompt(prompt)], layout, guidance=1.0)
+def target_features(target: Any, layout: Layout, tokens: Tensor, prompt: tuple[int, ...]) -> Tensor:
+    """The target's features of every token of one row, by one plain forward pass."""
+    session = target.open([Prompt(prompt)], layout, guidance=1.0)
     steps = torch.arange(layout.start, layout.stop)[None]
-    x, cos_sin = of.net.embed(tokens[steps]), session.rope_table(steps)
+    x, cos_sin = target.net.embed(tokens[steps]), session.rope_table(steps)
     count = steps.shape[1]
     with torch.no_grad():
         image = session.decoder.append(x, cos_sin, torch.tensor([count]), [count])
@@ -67,42 +67,42 @@ def features_of(of: Any, layout: Layout, tokens: Tensor, prompt: tuple[int, ...]
 
 
 @pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
-def test_eagle_is_fed_true_features_and_the_row_above(layout: Layout) -> None:
+def test_eagle_reads_target_features_and_row_above(layout: Layout) -> None:
     """At step s: the token of s, the feature of the token before, the tokens above and above-right of cell s + 1."""
-    of = toy.target()
-    watched = Watched(toy.eagle(of, above=True))
-    tokens = toy.run(of, watched, Confidence(depth=4, top_k=4, nodes=20), layout=layout, seeds=(5,))[0][0]
+    target = toy.target()
+    drafter = RecordingDrafter(toy.eagle(target, above=True))
+    tokens = toy.run(target, drafter, Confidence(depth=4, top_k=4, nodes=20), layout=layout, seeds=(5,))[0][0]
     prompt = toy.prompts(1)[0].condition
-    truth = features_of(of, layout, tokens, prompt)
+    expected_features = target_features(target, layout, tokens, prompt)
     checked = 0
-    for ids, features, steps, above in watched.seen:
-        for token, feature, step, over in zip(ids, features, steps.tolist(), above.tolist(), strict=True):
+    for ids, features, steps, above in drafter.inputs:
+        for token, feature, step, pair in zip(ids, features, steps.tolist(), above.tolist(), strict=True):
             if step < layout.start:
                 continue
             assert token == tokens[step]
-            assert torch.equal(feature, truth[len(prompt) + step - 1])
-            expected = []
+            assert torch.equal(feature, expected_features[len(prompt) + step - 1])
+            expected_pair = []
             for cols in (0, 1):
-                place, inside = layout.neighbour(step + 1, -1, cols)
-                expected.append(int(tokens[place]) if inside else -1)
-            assert over == expected
+                neighbour, is_inside = layout.neighbour(step + 1, -1, cols)
+                expected_pair.append(int(tokens[neighbour]) if is_inside else -1)
+            assert pair == expected_pair
             checked += 1
-    assert checked >= layout.stop - layout.start - 6, "all but the last tree's tokens were fed"
+    assert checked >= layout.stop - layout.start - 6, "every token but those of the last tree is an input"
 
 
-MAKERS = {"eagle": toy.eagle, "block": toy.block, "model": lambda of: SmallModel(toy.target(3))}
+DRAFTERS = {"eagle": toy.eagle, "block": toy.block, "model": lambda target: SmallModel(toy.target(3))}
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_drafters_cache_does_not_depend_on_how_much_was_accepted(make: Any) -> None:
-    """Feeding the accepted tokens in one go leaves what feeding them one by one leaves."""
-    of = toy.target()
-    drafter = make(of)
-    one, many = Kept(drafter), Kept(drafter)
+@pytest.mark.parametrize("make_drafter", DRAFTERS.values(), ids=DRAFTERS)
+def test_kv_cache_is_the_same_for_any_acceptance_length(make_drafter: Any) -> None:
+    """Appending the accepted tokens at once leaves the keys and values of appending them one by one."""
+    target = toy.target()
+    drafter = make_drafter(target)
+    plain, with_trees = SessionKeeper(drafter), SessionKeeper(drafter)
     settings: dict[str, Any] = {"seeds": (1, 2), "guidance": 2.0}
-    toy.run(of, one, NoTree(), **settings)
-    toy.run(of, many, Confidence(depth=4, top_k=6, nodes=40), **settings)
-    first, second = one.sessions[0].cache, many.sessions[0].cache
+    toy.run(target, plain, NoTree(), **settings)
+    toy.run(target, with_trees, Confidence(depth=4, top_k=6, nodes=40), **settings)
+    first, second = plain.sessions[0].cache, with_trees.sessions[0].cache
     for row in range(4):
         length = min(first.host_lengths[row], second.host_lengths[row])
         assert length > 20
@@ -111,8 +111,8 @@ def test_a_drafters_cache_does_not_depend_on_how_much_was_accepted(make: Any) ->
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A drafter whose sessions are kept."""
+class SessionKeeper:
+    """A drafter that keeps its sessions."""
 
     proposes: ClassVar[str] = "tree"
 
@@ -124,24 +124,22 @@ class Kept:
         return self.sessions[-1]
 
 
-def test_jacobi_takes_the_targets_choices_for_guesses() -> None:
-    """With a target that forgets all but the last token, guesses converge and chains get long."""
-    of = toy.target(head=0.0)  # every code equally likely: the noise alone decides
-    _, histories, _ = toy.run(of, Jacobi(window=8), Chain(8))
+def test_jacobi_accepts_long_chains_if_the_context_does_not_matter() -> None:
+    """Every code has the same probability, so the noise alone decides and the target's choices are right guesses."""
+    _, histories, _ = toy.run(toy.target(head=0.0), Jacobi(window=8), Chain(8))
     assert histories[0].tokens_per_pass > 4
 
 
-def test_neighbour_copies_what_repeats() -> None:
-    """On a picture of one code the copies are right wherever they are asked for."""
-    of = toy.target(head=0.0)
+def test_neighbour_drafts_an_image_of_one_code() -> None:
+    target = toy.target(head=0.0)
     with torch.no_grad():
-        of.net.head.weight.zero_()
-    _, histories, _ = toy.run(of, Neighbour(), Chain(5), temperature=0.0)
+        target.net.head.weight.zero_()
+    _, histories, _ = toy.run(target, Neighbour(), Chain(5), temperature=0.0)
     assert histories[0].tokens_per_pass > 4
 
 
-def test_calibration_finds_what_made_the_errors() -> None:
-    """Gumbel errors of scale 1 / slope on every score: the fitted slope is that one, and chances add up."""
+def test_calibration_fit_recovers_the_slope_of_gumbel_errors() -> None:
+    """Scores with Gumbel errors of scale 1 / slope: the fitted slope is that one, and probabilities match counts."""
     generator = torch.Generator().manual_seed(0)
     count, codes, slope = 20_000, 32, 2.0
     scores = torch.randn(count, codes, generator=generator) * 1.5
@@ -152,29 +150,31 @@ def test_calibration_finds_what_made_the_errors() -> None:
     fitted = Calibration.fit(best, ranks)
     assert abs(fitted.slope - slope) < 0.2
     assert all(abs(bias) < 0.35 for bias in fitted.biases)
-    chance = fitted.log_acceptance_probability(best, has_forced_tokens=False).exp()
+    probs = fitted.log_acceptance_probability(best, has_forced_tokens=False).exp()
     for rank in range(3):
-        assert abs(chance[:, rank].mean() - (ranks == rank).double().mean()) < 0.01
+        assert abs(probs[:, rank].mean() - (ranks == rank).double().mean()) < 0.01
 
 
 @pytest.mark.parametrize("forcing", [False, True])
 @pytest.mark.parametrize(
     "calibration", [Calibration(), Calibration(2.0, (0.0, -0.7, 0.4), 0.01), Calibration(1.0, (0.3,), 0.0)], ids=str
 )
-def test_chances_are_their_definition(calibration: Calibration, forcing: bool) -> None:
-    """Also where children are impossible; and the only possible one is certain where tokens are forced."""
+def test_acceptance_probability_matches_its_formula(calibration: Calibration, forcing: bool) -> None:
+    """Also with impossible children; where tokens may be forced, the only possible child is certain."""
     scores = torch.tensor([[1.5, 1.0, 0.2, -3.0], [2.0, 1.0, -torch.inf, -torch.inf], [7.0, *[-torch.inf] * 3]])
     bias = torch.tensor([calibration.biases[min(rank, len(calibration.biases) - 1)] for rank in range(4)])
     weight = (bias + (scores - scores[:, :1]) * calibration.slope).exp().double()
     miss = torch.tensor([calibration.miss, calibration.miss, 0.0 if forcing else calibration.miss])
-    found = calibration.log_acceptance_probability(scores, has_forced_tokens=forcing)
-    torch.testing.assert_close(found.exp().double(), weight / (weight.sum(-1) + miss)[:, None], atol=1e-6, rtol=1e-5)
-    assert torch.equal(found == -torch.inf, scores == -torch.inf) and bool((found <= 0).all())
+    log_probs = calibration.log_acceptance_probability(scores, has_forced_tokens=forcing)
+    torch.testing.assert_close(
+        log_probs.exp().double(), weight / (weight.sum(-1) + miss)[:, None], atol=1e-6, rtol=1e-5
+    )
+    assert torch.equal(log_probs == -torch.inf, scores == -torch.inf) and bool((log_probs <= 0).all())
 
 
 @pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
 @pytest.mark.parametrize("rope", [Rope((2, 3, 3)), Rope((2, 3, 3), pairing="interleaved")], ids=["half", "interleaved"])
-def test_rotations_are_looked_up_as_they_are_computed(layout: Layout, rope: Rope) -> None:
+def test_rope_table_equals_computed_factors(layout: Layout, rope: Rope) -> None:
     offset = torch.tensor([5, 9])
     table = RopeTable(rope, layout, offset, torch.float32)
     steps = torch.arange(layout.start, layout.steps).expand(2, -1)
@@ -194,18 +194,18 @@ def test_rotations_are_looked_up_as_they_are_computed(layout: Layout, rope: Rope
 
 
 @pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
-def test_tokens_above_by_hand(layout: Layout) -> None:
-    """Every cell's neighbours above and above-right, as far as they come before the root."""
-    known = torch.arange(100, 100 + layout.steps)[None]
+def test_above_tokens_by_hand(layout: Layout) -> None:
+    """Every cell's neighbours above and above-right, unless they come after the root."""
+    committed = torch.arange(100, 100 + layout.steps)[None]
     root = layout.step(1, 1)
     steps = torch.arange(-2, layout.steps + 3)[None]
-    found = above_tokens(known, layout, steps, torch.tensor([root]), 1)[0].tolist()
-    for step, pair in zip(steps[0].tolist(), found, strict=True):
+    pairs = above_tokens(committed, layout, steps, torch.tensor([root]), 1)[0].tolist()
+    for step, pair in zip(steps[0].tolist(), pairs, strict=True):
         cell = layout.cell(step)
         for (down, right), token in zip(ABOVE, pair, strict=True):
             row, col = (cell[0] + down, cell[1] + right) if cell is not None else (-1, -1)
-            inside = row >= 0 and 0 <= col < layout.width and layout.step(row, col) <= root
+            is_inside = row >= 0 and 0 <= col < layout.width and layout.step(row, col) <= root
             if cell is not None:
-                assert token == (100 + layout.step(row, col) if inside else -1), (step, down, right)
+                assert token == (100 + layout.step(row, col) if is_inside else -1), (step, down, right)
             elif step < layout.start:
                 assert token == -1

@@ -52,20 +52,20 @@ def tests(out: Path, tiny: bool) -> list[str]:
 
 def checks() -> None:
     """What tests/gpu checks first, for machines without pytest."""
-    import captured
+    import graph_checks
     import torch
-    import toy
+    import toy_models
 
     from underdraw.engine.cuda_graphs import CudaGraphPass, EagerPass, GraphCache
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    of, record = toy.target(device=device), CudaGraphPass if device == "cuda" else EagerPass
-    for name in captured.DRAFTERS:
-        for batch, seeds in captured.BATCHES.items():
-            for layout, own in captured.LAYOUTS.items():
-                for policy in captured.POLICIES:
+    of, record = toy_models.target(device=device), CudaGraphPass if device == "cuda" else EagerPass
+    for name in graph_checks.DRAFTERS:
+        for batch, seeds in graph_checks.BATCHES.items():
+            for layout, own in graph_checks.LAYOUTS.items():
+                for policy in graph_checks.POLICIES:
                     graphs = GraphCache(capture=record, span_multiple=64)
-                    captured.check(of, graphs, name, policy, layout=own, seeds=seeds, guidance=2.0)
+                    graph_checks.check_two_decodes(of, graphs, name, policy, layout=own, seeds=seeds, guidance=2.0)
                 print(f"{name}, {batch}, {layout}: equal", flush=True)
 
 

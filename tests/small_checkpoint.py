@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import toy
+import toy_models
 
 from recipes.tiny.train_decoder import about
 from underdraw.drafters.eagle import Eagle
@@ -39,7 +39,7 @@ def write(
     text = TextTokenizer([], list(words), max_length=length)
     layout = Layout(side, side, range(text.size, text.size + IMAGES.codes))
     net = Transformer(tiny_arch(text.size, IMAGES.codes, dim=64, layers=1))
-    toy.randomise(net, 3, head=2.0)
+    toy_models.randomise(net, 3, head=2.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         images = FSQTokenizer(IMAGES)
@@ -55,8 +55,8 @@ def write(
         for name, parameter in head.named_parameters():
             if not name.startswith(SHARED_WEIGHTS):
                 torch.nn.init.constant_(parameter, float("norm" in name))
-        toy.randomise(head.fc, 1)
-        toy.randomise(head.body.blocks, 1)
+        toy_models.randomise(head.fc, 1)
+        toy_models.randomise(head.body.blocks, 1)
         save_drafter(folder / "drafter", Eagle(head), target, sizes, {})
     return folder
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import toy
+import toy_models
 from torch import Tensor
 
 from underdraw.bench.agreement import agreement
@@ -19,9 +19,9 @@ def graphs(smallest: int) -> GraphCache:
     return GraphCache(capture=EagerPass, span_multiple=64, min_bucket=smallest)
 
 
-@pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
+@pytest.mark.parametrize("layout", [toy_models.PLAIN, toy_models.ROW_ENDS], ids=["plain", "row-ends"])
 def test_a_cpu_agrees_with_itself(layout: Any) -> None:
-    found = agreement(toy.target(), layout, toy.prompts(3), 2.0, graphs)
+    found = agreement(toy_models.target(), layout, toy_models.prompts(3), 2.0, graphs)
     drawn = layout.stop - layout.start - 1
     assert found["pictures"] == 3
     for shares in found["shapes"].values():
@@ -46,6 +46,6 @@ class Rough(DecoderTarget):
 
 
 def test_rounding_by_shape_is_seen_and_padding_mends_it() -> None:
-    found = agreement(Rough(toy.target().net), toy.PLAIN, toy.prompts(4), 2.0, graphs)["shapes"]
+    found = agreement(Rough(toy_models.target().net), toy_models.PLAIN, toy_models.prompts(4), 2.0, graphs)["shapes"]
     assert found["one node"]["tokens_equal"] < 1 and found["one node"]["pictures_equal"] < 1
     assert found["the same shapes"]["tokens_equal"] == found["the same shapes"]["pictures_equal"] == 1

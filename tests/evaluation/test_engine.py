@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import toy
+import toy_models
 
 from underdraw.bench.engine import fastest
 from underdraw.bench.performance import page, write_page
@@ -45,8 +45,10 @@ def test_shapes_have_their_published_sizes(name: str) -> None:
 
 
 def recorded() -> tuple[Trace, list[int]]:
-    of = toy.target()
-    _, _, steps = toy.run(of, Jacobi(), policies.build("chain:depth=4"), layout=toy.ROW_ENDS, guidance=2.0)
+    of = toy_models.target()
+    _, _, steps = toy_models.run_decode(
+        of, Jacobi(), policies.build("chain:depth=4"), layout=toy_models.ROW_ENDS, guidance=2.0
+    )
     return Trace.of(steps, {"model": "toy"}), [step.accepted for step in steps]
 
 
@@ -55,18 +57,20 @@ def recorded() -> tuple[Trace, list[int]]:
 def test_a_replay_accepts_what_the_trace_says(name: str, captured: bool) -> None:
     trace, accepted = recorded()
     assert sum(accepted) > 0
-    of = toy.target(9)
-    drafter: Any = {"eagle": toy.eagle(of), "block": toy.block(of), "jacobi": Jacobi()}[name]
+    of = toy_models.target(9)
+    drafter: Any = {"eagle": toy_models.eagle(of), "block": toy_models.block(of), "jacobi": Jacobi()}[name]
     verifier, graphs = Replay(trace, torch.device("cpu")), GraphCache(capture=EagerPass) if captured else None
     for _ in range(2):
         verifier.rewind()
-        _, histories, steps = toy.run(
-            of, drafter, Replan(trace), verifier=verifier, layout=toy.ROW_ENDS, guidance=2.0, graphs=graphs
+        _, histories, steps = toy_models.run_decode(
+            of, drafter, Replan(trace), verifier=verifier, layout=toy_models.ROW_ENDS, guidance=2.0, graphs=graphs
         )
         assert [step.accepted for step in steps] == accepted
         assert histories[0].done
-        ends = histories[0].tokens[toy.ROW_ENDS.start :][toy.ROW_ENDS.width :: toy.ROW_ENDS.row_stride]
-        assert set(ends.tolist()) == {toy.ROW_ENDS.row_end}, "forced tokens stay where they belong"
+        ends = histories[0].tokens[toy_models.ROW_ENDS.start :][
+            toy_models.ROW_ENDS.width :: toy_models.ROW_ENDS.row_stride
+        ]
+        assert set(ends.tolist()) == {toy_models.ROW_ENDS.row_end}, "forced tokens stay where they belong"
 
 
 def test_traces_come_back_from_their_files(tmp_path: Path) -> None:
@@ -160,9 +164,11 @@ def test_the_gpu_session_on_a_toy(tmp_path: Path) -> None:
 def test_costs_of_captured_passes_are_measured_once_and_stored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    of, file = toy.target(), tmp_path / "costs.json"
+    of, file = toy_models.target(), tmp_path / "costs.json"
     graphs = GraphCache(capture=EagerPass, span_multiple=64)
-    workload = Workload(("toy",), of, toy.eagle(of), toy.prompts(1), Sampler(toy.PLAIN, (0,)), 2.0, graphs)
+    workload = Workload(
+        ("toy",), of, toy_models.eagle(of), toy_models.prompts(1), Sampler(toy_models.PLAIN, (0,)), 2.0, graphs
+    )
     costs = load_or_measure_costs(workload, file)
     assert [record.message for record in caplog.records if str(file) in record.message], "the log names the file"
     assert [size for size, _ in costs.curve] == [1, 8, 16, 32, 64, 128]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import toy
+import toy_models
 
 from underdraw.drafters.small_model import SmallModel
 from underdraw.layout import Layout
@@ -133,75 +133,87 @@ def test_stricter_rules_draw_the_same_images(rules: RowInvariance, monkeypatch: 
     assert padded_rows(1, torch.float32) == rules.min_rows
     assert padded_rows(rules.min_rows + 1, torch.float32) == rules.min_rows + rules.row_multiple
     assert padded_rows(5, torch.bfloat16) == 8
-    of = toy.target(5)
-    settings: dict[str, Any] = {"layout": Layout(20, 20, toy.CODES), "seeds": (3,), "guidance": 3.0}
-    tokens = toy.run(of, SmallModel(of), Adjacency(nodes=64), **settings)[0]
-    assert torch.equal(tokens, toy.plain(of, **settings))
+    of = toy_models.target(5)
+    settings: dict[str, Any] = {"layout": Layout(20, 20, toy_models.CODES), "seeds": (3,), "guidance": 3.0}
+    tokens = toy_models.run_decode(of, SmallModel(of), Adjacency(nodes=64), **settings)[0]
+    assert torch.equal(tokens, toy_models.plain_tokens(of, **settings))
 
 
 ARCHES = {
-    "plain": toy.arch(),
-    "grouped": toy.arch(kv_heads=2),
-    "layer-qk-norm": toy.arch(qk_norm="layer", qk_norm_heads="per_head"),
-    "rms-qk-norm": toy.arch(qk_norm="rms"),
-    "post-norm": toy.arch(norm="post"),
-    "two-axes-interleaved-zero-prompt": toy.arch(rope=Rope((0, 2, 2), pairing="interleaved", rotate_prompt=False)),
-    "three-axes": toy.arch(rope=Rope((2, 1, 1))),
+    "plain": toy_models.arch(),
+    "grouped": toy_models.arch(kv_heads=2),
+    "layer-qk-norm": toy_models.arch(qk_norm="layer", qk_norm_heads="per_head"),
+    "rms-qk-norm": toy_models.arch(qk_norm="rms"),
+    "post-norm": toy_models.arch(norm="post"),
+    "two-axes-interleaved-zero-prompt": toy_models.arch(
+        rope=Rope((0, 2, 2), pairing="interleaved", rotate_prompt=False)
+    ),
+    "three-axes": toy_models.arch(rope=Rope((2, 1, 1))),
 }
 
 
 @pytest.mark.parametrize("name", ARCHES)
 def test_every_architecture_is_exact(name: str) -> None:
     """Speculative against plain decoding of the same weights."""
-    of = toy.target(4, ARCHES[name])
-    settings: dict[str, Any] = {"layout": toy.ROW_ENDS, "seeds": (1, 2), "guidance": 2.0}
-    expected = toy.plain(of, **settings)
-    for drafter in (SmallModel(of), toy.eagle(of, above=True)):
-        assert torch.equal(toy.run(of, drafter, Confidence(depth=4, top_k=4, nodes=30), **settings)[0], expected)
+    of = toy_models.target(4, ARCHES[name])
+    settings: dict[str, Any] = {"layout": toy_models.ROW_ENDS, "seeds": (1, 2), "guidance": 2.0}
+    expected = toy_models.plain_tokens(of, **settings)
+    for drafter in (SmallModel(of), toy_models.eagle(of, above=True)):
+        assert torch.equal(
+            toy_models.run_decode(of, drafter, Confidence(depth=4, top_k=4, nodes=30), **settings)[0], expected
+        )
 
 
 @pytest.mark.usefixtures("threads")
 def test_images_longer_than_a_sum_block_are_exact() -> None:
     """Attention sums over several blocks, trees that span two blocks, and prompts of different lengths."""
-    layout = Layout(20, 20, toy.CODES)
-    of = toy.target(5)
+    layout = Layout(20, 20, toy_models.CODES)
+    of = toy_models.target(5)
     settings: dict[str, Any] = {"layout": layout, "seeds": (3, 4), "guidance": 3.0}
-    expected = toy.plain(of, **settings)
-    tokens, histories, _ = toy.run(of, SmallModel(of), Adjacency(nodes=64), **settings)
+    expected = toy_models.plain_tokens(of, **settings)
+    tokens, histories, _ = toy_models.run_decode(of, SmallModel(of), Adjacency(nodes=64), **settings)
     assert torch.equal(tokens, expected)
     assert histories[0].tokens_per_pass > 5, "the test needs long accepted paths"
 
 
 def test_single_kv_head_is_exact_alone_and_in_a_batch() -> None:
     """Threads share the sums of a single KV head; an image must not depend on the others of its batch."""
-    of = toy.target(5, toy.arch(kv_heads=1))
-    settings: dict[str, Any] = {"layout": Layout(20, 20, toy.CODES), "guidance": 1.0}
-    together = toy.plain(of, seeds=(3, 4), **settings)
-    assert torch.equal(toy.plain(of, seeds=(3,), **settings), together[:1])
-    assert torch.equal(toy.run(of, SmallModel(of), Adjacency(nodes=64), seeds=(3,), **settings)[0], together[:1])
+    of = toy_models.target(5, toy_models.arch(kv_heads=1))
+    settings: dict[str, Any] = {"layout": Layout(20, 20, toy_models.CODES), "guidance": 1.0}
+    together = toy_models.plain_tokens(of, seeds=(3, 4), **settings)
+    assert torch.equal(toy_models.plain_tokens(of, seeds=(3,), **settings), together[:1])
+    assert torch.equal(
+        toy_models.run_decode(of, SmallModel(of), Adjacency(nodes=64), seeds=(3,), **settings)[0], together[:1]
+    )
 
 
 def test_projected_text_features_are_exact() -> None:
     """Prompts of text features through a projection, of a different length in every row."""
     projection = torch.nn.Linear(12, 32).requires_grad_(False)
-    of = DecoderTarget(toy.target(6).net, projection=projection)
+    of = DecoderTarget(toy_models.target(6).net, projection=projection)
     generator = torch.Generator().manual_seed(1)
     rows = [Prompt(torch.randn(n, 12, generator=generator), torch.zeros(2, 12)) for n in (3, 7)]
     settings: dict[str, Any] = {"seeds": (5, 6), "guidance": 2.0, "rows": rows}
-    assert torch.equal(toy.run(of, toy.eagle(of), Confidence(nodes=20), **settings)[0], toy.plain(of, **settings))
+    assert torch.equal(
+        toy_models.run_decode(of, toy_models.eagle(of), Confidence(nodes=20), **settings)[0],
+        toy_models.plain_tokens(of, **settings),
+    )
 
 
 @pytest.mark.parametrize("policy", ["chain", "confidence", "static", "adjacency:init=both"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bf16_is_exact(policy: str, temperature: float) -> None:
-    of = toy.target(7, dtype=torch.bfloat16)
+    of = toy_models.target(7, dtype=torch.bfloat16)
     settings: dict[str, Any] = {"seeds": (1, 2), "guidance": 2.0, "temperature": temperature}
-    assert torch.equal(toy.run(of, SmallModel(of), policies.build(policy), **settings)[0], toy.plain(of, **settings))
+    assert torch.equal(
+        toy_models.run_decode(of, SmallModel(of), policies.build(policy), **settings)[0],
+        toy_models.plain_tokens(of, **settings),
+    )
 
 
 def net() -> Transformer:
-    module = Transformer(Arch(32, 3, 4, 48, 40, Rope.one_axis(8), kv_heads=2, outputs=toy.CODES)).eval()
-    toy.randomise(module, 3)
+    module = Transformer(Arch(32, 3, 4, 48, 40, Rope.one_axis(8), kv_heads=2, outputs=toy_models.CODES)).eval()
+    toy_models.randomise(module, 3)
     to_input_major(module)
     return module
 
@@ -211,7 +223,7 @@ def test_cache_after_a_commit_equals_a_fresh_prefill() -> None:
     """Random trees and paths, two rows of different length: keys, values and lengths, bit for bit."""
     module = net()
     generator = torch.Generator().manual_seed(2)
-    layout, rope = Layout(16, 16, toy.CODES), module.arch.rope
+    layout, rope = Layout(16, 16, toy_models.CODES), module.arch.rope
 
     def cos_sin(steps: torch.Tensor) -> torch.Tensor:
         rotation = rope.image_rotation(layout, steps, torch.zeros(len(steps), dtype=torch.int64))
@@ -256,7 +268,9 @@ def test_cached_decoder_equals_causal_attention() -> None:
     module = net()
     tokens = torch.randint(4, 36, (2, 50), generator=torch.Generator().manual_seed(3))
     steps = torch.arange(50).expand(2, 50)
-    rotation = module.arch.rope.image_rotation(Layout(16, 16, toy.CODES), steps, torch.zeros(2, dtype=torch.int64))
+    rotation = module.arch.rope.image_rotation(
+        Layout(16, 16, toy_models.CODES), steps, torch.zeros(2, dtype=torch.int64)
+    )
     decoder = CachedDecoder(module, 2, 64)
     cos_sin = module.arch.rope.cos_sin(rotation, torch.float32)
     features = decoder.append(module.embed(tokens), cos_sin, torch.tensor([50, 50]), [50, 50])
@@ -266,17 +280,17 @@ def test_cached_decoder_equals_causal_attention() -> None:
 @torch.no_grad()
 def test_guidance_formula() -> None:
     """u + s (c - u); with guidance 1 there is no unconditional row."""
-    of, prompts = toy.target(8), toy.prompts(1)
-    cond = DecoderSession(of, prompts, toy.PLAIN, 1.0).prefill.logits
-    uncond = DecoderSession(of, [Prompt(prompts[0].unconditional or ())], toy.PLAIN, 1.0).prefill.logits
-    guided = DecoderSession(of, prompts, toy.PLAIN, 3.0).prefill.logits
+    of, prompts = toy_models.target(8), toy_models.prompts(1)
+    cond = DecoderSession(of, prompts, toy_models.PLAIN, 1.0).prefill.logits
+    uncond = DecoderSession(of, [Prompt(prompts[0].unconditional or ())], toy_models.PLAIN, 1.0).prefill.logits
+    guided = DecoderSession(of, prompts, toy_models.PLAIN, 3.0).prefill.logits
     assert torch.allclose(guided, uncond + 3.0 * (cond - uncond), atol=1e-5)
-    assert DecoderSession(of, prompts, toy.PLAIN, 1.0).cache.length.shape == (1,)
+    assert DecoderSession(of, prompts, toy_models.PLAIN, 1.0).cache.length.shape == (1,)
 
 
 def test_state_dict_loads_into_packed_weights() -> None:
     """A checkpoint holds plain matrices; a packed net loads them and stays packed."""
-    source, packed = (toy.target(seed=seed).net for seed in (1, 2))
+    source, packed = (toy_models.target(seed=seed).net for seed in (1, 2))
     for module in (source, packed):
         pack_weights(module)
     assert source.blocks[0].qkv.weight.ndim == 3  # type: ignore[union-attr]

@@ -1,7 +1,6 @@
 """Invariant 1, same seed, same image: every policy, drafter, temperature, filter, batch, guidance and layout.
 
-The whole matrix is marked `full`; a covering part of it, in which every pair of settings of any two factors meets,
-always runs.
+The whole matrix is marked `full`. A part of it always runs that covers every pair of values of any two factors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import toy
+import toy_models
 
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.drafters.neighbour import Neighbour
@@ -52,25 +51,25 @@ TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
 FILTERS = ({}, {"top_k": 12}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.9})
 SEEDS = ((5,), (7, 8, 9))
 GUIDANCES = (1.0, 2.5)
-LAYOUTS = {"plain": toy.PLAIN, "row-ends": toy.ROW_ENDS}
+LAYOUTS = {"plain": toy_models.PLAIN, "row-ends": toy_models.ROW_ENDS}
 
 
 @functools.cache
 def target() -> Any:
-    return toy.target()
+    return toy_models.target()
 
 
 @functools.cache
 def drafter(name: str) -> Any:
-    of = target()
+    model = target()
     return {
-        "eagle": lambda: toy.eagle(of),
-        "eagle-above": lambda: toy.eagle(of, above=True),
-        "eagle-deep": lambda: toy.eagle(of, above=True, layers=2),
-        "block": lambda: toy.block(of),
-        "small-model": lambda: SmallModel(toy.target(3, toy.arch(layers=1))),
-        "perfect": lambda: SmallModel(of),
-        "adversary": lambda: toy.Adversary(SmallModel(of)),
+        "eagle": lambda: toy_models.eagle(model),
+        "eagle-above": lambda: toy_models.eagle(model, above=True),
+        "eagle-deep": lambda: toy_models.eagle(model, above=True, layers=2),
+        "block": lambda: toy_models.block(model),
+        "small-model": lambda: SmallModel(toy_models.target(3, toy_models.arch(layers=1))),
+        "perfect": lambda: SmallModel(model),
+        "adversary": lambda: toy_models.Adversary(SmallModel(model)),
         "jacobi-left": lambda: Jacobi(init="left"),
         "jacobi-above": lambda: Jacobi(window=6),
         "jacobi-random": lambda: Jacobi(init="random"),
@@ -89,20 +88,16 @@ class Case:
     layout: str
 
     def __str__(self) -> str:
-        return "-".join(
-            map(
-                str,
-                (
-                    self.policy,
-                    self.drafter,
-                    self.temperature,
-                    self.filters,
-                    len(self.seeds),
-                    self.guidance,
-                    self.layout,
-                ),
-            )
+        values = (
+            self.policy,
+            self.drafter,
+            self.temperature,
+            self.filters,
+            len(self.seeds),
+            self.guidance,
+            self.layout,
         )
+        return "-".join(map(str, values))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -119,30 +114,32 @@ FACTORS = (POLICIES, DRAFTERS, TEMPERATURES, tuple(range(len(FILTERS))), SEEDS, 
 ALL = [Case(*values) for values in itertools.product(*FACTORS)]
 
 
-def covering() -> list[Case]:
-    """Every policy with every drafter, twice; the other factors are dealt out."""
+def covering_cases() -> list[Case]:
+    """Every policy with every drafter, twice, with random values of the other factors."""
     others = list(itertools.product(TEMPERATURES, range(len(FILTERS)), SEEDS, GUIDANCES, LAYOUTS))
-    deal = random.Random(0)
+    generator = random.Random(0)
     pairs = [pair for pair in itertools.product(POLICIES, DRAFTERS) for _ in range(2)]
-    return [Case(*pair, *deal.choice(others)) for pair in pairs]
+    return [Case(*pair, *generator.choice(others)) for pair in pairs]
 
 
 @functools.lru_cache(maxsize=4096)
 def plain(temperature: float, filters: int, seeds: tuple[int, ...], guidance: float, layout: str) -> torch.Tensor:
-    return toy.plain(target(), **Case("none", "", temperature, filters, seeds, guidance, layout).settings)
+    return toy_models.plain_tokens(target(), **Case("none", "", temperature, filters, seeds, guidance, layout).settings)
 
 
-def check(case: Case) -> None:
+def check_equals_plain(case: Case) -> None:
     expected = plain(case.temperature, case.filters, case.seeds, case.guidance, case.layout)
-    tokens, histories, steps = toy.run(target(), drafter(case.drafter), policies.build(case.policy), **case.settings)
+    tokens, histories, steps = toy_models.run_decode(
+        target(), drafter(case.drafter), policies.build(case.policy), **case.settings
+    )
     assert torch.equal(tokens, expected)
     assert all(len(step.tokens) >= 1 for step in steps), "invariant 2: every target pass commits at least one token"
     assert all(history.done for history in histories)
 
 
-@pytest.mark.parametrize("case", covering(), ids=str)
+@pytest.mark.parametrize("case", covering_cases(), ids=str)
 def test_same_seed_same_image(case: Case) -> None:
-    check(case)
+    check_equals_plain(case)
 
 
 @pytest.mark.full
@@ -150,32 +147,32 @@ def test_same_seed_same_image(case: Case) -> None:
 def test_same_seed_same_image_everywhere(policy: str) -> None:
     for case in ALL:
         if case.policy == policy:
-            check(case)
+            check_equals_plain(case)
 
 
-def test_the_covering_part_covers() -> None:
-    """Any two settings of any two factors meet in some case that always runs."""
-    cases = [(c.policy, c.drafter, c.temperature, c.filters, c.seeds, c.guidance, c.layout) for c in covering()]
+def test_covering_cases_contain_every_pair_of_values() -> None:
+    cases = [(c.policy, c.drafter, c.temperature, c.filters, c.seeds, c.guidance, c.layout) for c in covering_cases()]
     assert len(cases) >= 200
     for a, b in itertools.combinations(range(len(FACTORS)), 2):
         assert {(case[a], case[b]) for case in cases} == set(itertools.product(FACTORS[a], FACTORS[b])), (a, b)
 
 
-def test_rows_of_a_batch_are_images_of_their_own() -> None:
-    """An image does not depend on what else is in its batch."""
-    together = toy.plain(target(), seeds=(7, 8, 9), guidance=2.0)
+def test_image_does_not_depend_on_its_batch() -> None:
+    together = toy_models.plain_tokens(target(), seeds=(7, 8, 9), guidance=2.0)
     for index, seed in enumerate((7, 8, 9)):
-        alone = toy.run(
+        alone = toy_models.run_decode(
             target(), drafter("eagle"), policies.build("confidence"), seeds=(seed,), guidance=2.0, first=index
         )[0]
         assert torch.equal(alone[0], together[index])
 
 
-def test_a_perfect_drafter_fills_its_trees() -> None:
-    """With the target itself as drafter every chain is accepted to its end: the matrix does test long paths."""
-    _, histories, _ = toy.run(target(), drafter("perfect"), policies.build("chain:depth=4"), temperature=1.0)
-    assert histories[0].passes == -(-(toy.PLAIN.cells - 1) // 5)
+def test_perfect_drafter_is_accepted_completely() -> None:
+    """With the target as drafter every chain is accepted to its end, so the matrix includes long paths."""
+    _, histories, _ = toy_models.run_decode(
+        target(), drafter("perfect"), policies.build("chain:depth=4"), temperature=1.0
+    )
+    assert histories[0].passes == -(-(toy_models.PLAIN.cells - 1) // 5)
 
 
-def test_another_seed_gives_another_image() -> None:
-    assert not torch.equal(toy.plain(target(), seeds=(1,)), toy.plain(target(), seeds=(2,)))
+def test_different_seeds_give_different_images() -> None:
+    assert not torch.equal(toy_models.plain_tokens(target(), seeds=(1,)), toy_models.plain_tokens(target(), seeds=(2,)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import toy
+import toy_models
 
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.drafters.neighbour import Neighbour
@@ -21,13 +21,13 @@ def test_noise_is_the_same_on_every_device() -> None:
     assert torch.equal(here, there)
 
 
-@pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
+@pytest.mark.parametrize("layout", [toy_models.PLAIN, toy_models.ROW_ENDS], ids=["plain", "row-ends"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("seeds", [(1,), (1, 2, 3, 4)], ids=["one", "four"])
 @pytest.mark.parametrize("policy", ["static", "adjacency:init=both"])
 def test_speculative_equals_plain(layout: object, temperature: float, seeds: tuple[int, ...], policy: str) -> None:
-    of = toy.target(device="cuda")
+    of = toy_models.target(device="cuda")
     settings = {"layout": layout, "temperature": temperature, "seeds": seeds, "guidance": 2.0}
-    expected = toy.plain(of, **settings)
-    for drafter in (toy.eagle(of, above=True), toy.block(of), SmallModel(of), Jacobi(), Neighbour()):
-        assert torch.equal(toy.run(of, drafter, policies.build(policy), **settings)[0], expected)  # type: ignore[arg-type]
+    expected = toy_models.plain_tokens(of, **settings)
+    for drafter in (toy_models.eagle(of, above=True), toy_models.block(of), SmallModel(of), Jacobi(), Neighbour()):
+        assert torch.equal(toy_models.run_decode(of, drafter, policies.build(policy), **settings)[0], expected)  # type: ignore[arg-type]

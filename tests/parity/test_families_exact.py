@@ -8,7 +8,7 @@ from typing import Any
 import checkpoint_writers
 import pytest
 import torch
-import toy
+import toy_models
 from parity_cases import ParityCase
 
 from underdraw.drafters.eagle import Eagle
@@ -31,8 +31,8 @@ def random_drafter(name: str, case: ParityCase, folder: Path) -> Any:
     for parameter_name, parameter in net.named_parameters():
         if not parameter_name.startswith(SHARED_WEIGHTS):
             torch.nn.init.constant_(parameter, float("norm" in parameter_name))
-    toy.randomise(net.fc, 1)
-    toy.randomise(net.body.blocks, 1)
+    toy_models.randomise(net.fc, 1)
+    toy_models.randomise(net.body.blocks, 1)
     return Eagle(net.eval().requires_grad_(False), image_offset=case.model.target.image_offset)
 
 

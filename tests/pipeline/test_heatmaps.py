@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import toy
+import toy_models
 from PIL import Image
 
 from underdraw import Pipeline
@@ -25,18 +25,20 @@ from underdraw.verifiers.exact import Exact
 def decode_histories(
     policy: str, layout: object, *, temperature: float, seeds: tuple[int, ...] = (3, 4)
 ) -> list[History]:
-    target = toy.target()
+    target = toy_models.target()
     sampler = Sampler(layout, seeds, temperature=temperature, top_k=12)  # type: ignore[arg-type]
     histories = [History(layout) for _ in seeds]  # type: ignore[arg-type]
-    drafter = Forced() if policy == "none" else toy.eagle(target)
+    drafter = Forced() if policy == "none" else toy_models.eagle(target)
     options = {"guidance": 2.0, "histories": histories, "token_stats": "keep"}
-    for _ in decode(target, drafter, policies.build(policy), Exact(), toy.prompts(len(seeds)), sampler, **options):  # type: ignore[arg-type]
+    for _ in decode(
+        target, drafter, policies.build(policy), Exact(), toy_models.prompts(len(seeds)), sampler, **options
+    ):  # type: ignore[arg-type]
         pass
     return histories
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
+@pytest.mark.parametrize("layout", [toy_models.PLAIN, toy_models.ROW_ENDS], ids=["plain", "row-ends"])
 def test_token_stats_do_not_depend_on_the_tree(layout: object, temperature: float) -> None:
     plain = decode_histories("none", layout, temperature=temperature)
     for policy in ("confidence:depth=4,top_k=4,nodes=20", "chain:depth=3"):
@@ -47,9 +49,9 @@ def test_token_stats_do_not_depend_on_the_tree(layout: object, temperature: floa
 
 def test_token_stats_match_a_direct_computation() -> None:
     """From the filtered logits of every cell, collected during plain decoding."""
-    target, layout = toy.target(), toy.PLAIN
+    target, layout = toy_models.target(), toy_models.PLAIN
     sampler = Sampler(layout, (3,), temperature=0.8, top_k=12)
-    session = target.open(toy.prompts(1), layout, guidance=2.0)
+    session = target.open(toy_models.prompts(1), layout, guidance=2.0)
     logits, forward = [session.prefill.logits[0, 0]], type(session).forward
 
     def recording_forward(self: object, tree: object, steps: object) -> object:
@@ -61,7 +63,7 @@ def test_token_stats_match_a_direct_computation() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(session), "forward", recording_forward)
         options = {"guidance": 2.0, "histories": [history]}
-        list(decode(target, Forced(), NoTree(), Exact(), toy.prompts(1), sampler, token_stats="keep", **options))  # type: ignore[arg-type]
+        list(decode(target, Forced(), NoTree(), Exact(), toy_models.prompts(1), sampler, token_stats="keep", **options))  # type: ignore[arg-type]
     distribution = torch.distributions.Categorical(
         logits=sampler.filter_logits(torch.stack(logits)).clamp(min=-1e9).double()
     )

@@ -16,7 +16,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-import toy
+import toy_models
 from commands import call
 from torch import Tensor
 
@@ -76,16 +76,18 @@ class WatchedSession:
         self.session.commit(verified)
 
 
-@pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
+@pytest.mark.parametrize("layout", [toy_models.PLAIN, toy_models.ROW_ENDS], ids=["plain", "row-ends"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle, two layers", "block"])
 @torch.no_grad()
 def test_a_loss_compares_what_a_session_gives(kind: str, layout: Layout) -> None:
     torch.set_num_threads(1)
-    of = toy.target()
-    drafter: Any = toy.block(of) if kind == "block" else toy.eagle(of, above=True, layers=1 + ("two" in kind))
+    of = toy_models.target()
+    drafter: Any = (
+        toy_models.block(of) if kind == "block" else toy_models.eagle(of, above=True, layers=1 + ("two" in kind))
+    )
     watch = Watched(drafter)
-    rows, depth = toy.prompts(4), 4
-    tokens, _, steps = toy.run(
+    rows, depth = toy_models.prompts(4), 4
+    tokens, _, steps = toy_models.run_decode(
         of, watch, Chain(depth), layout=layout, seeds=(3, 4, 5, 6), guidance=GUIDANCE, temperature=0.5, rows=rows
     )
     lesson = Teacher(of, layout).lesson(rows, tokens)
@@ -108,12 +110,12 @@ def test_a_loss_compares_what_a_session_gives(kind: str, layout: Layout) -> None
 def test_a_lesson_knows_the_targets_own_distribution() -> None:
     """The teacher's logits at a step are those that the target itself chose the token from."""
     torch.set_num_threads(1)
-    of, rows = toy.target(), toy.prompts(2)
-    tokens = toy.plain(of, seeds=(3, 4), guidance=GUIDANCE, temperature=0.0, rows=rows)
-    lesson = Teacher(of, toy.PLAIN).lesson(rows, tokens)
-    steps = torch.arange(toy.PLAIN.start, toy.PLAIN.stop).expand(2, -1)
+    of, rows = toy_models.target(), toy_models.prompts(2)
+    tokens = toy_models.plain_tokens(of, seeds=(3, 4), guidance=GUIDANCE, temperature=0.0, rows=rows)
+    lesson = Teacher(of, toy_models.PLAIN).lesson(rows, tokens)
+    steps = torch.arange(toy_models.PLAIN.start, toy_models.PLAIN.stop).expand(2, -1)
     chosen = lesson.logits(of.net, steps, torch.tensor(GUIDANCE)).argmax(-1)
-    assert torch.equal(toy.PLAIN.token_ids(chosen), tokens[:, toy.PLAIN.start : toy.PLAIN.stop])
+    assert torch.equal(toy_models.PLAIN.token_ids(chosen), tokens[:, toy_models.PLAIN.start : toy_models.PLAIN.stop])
 
 
 def test_distance_is_least_for_the_target_itself() -> None:
@@ -186,7 +188,7 @@ def test_kept_features_are_what_the_target_would_give(small_model: Path, samples
 
 def test_a_drafter_for_another_target_is_refused(small_model: Path, samples: Path, tmp_path: Path) -> None:
     assert call(*options_of(small_model, samples, tmp_path / "drafter", "block"), "--seconds", "0.1").code == 0
-    of = toy.target()
+    of = toy_models.target()
     with pytest.raises(CheckpointError, match="was trained for a target"):
         load_drafter(tmp_path / "drafter", of)
 
@@ -210,8 +212,8 @@ def test_pictures_become_samples(small_model: Path, tmp_path: Path) -> None:
 
 
 def test_rasters_are_the_inverse_of_grids() -> None:
-    codes = torch.randint(0, len(toy.ROW_ENDS.codes), (3, toy.ROW_ENDS.height, toy.ROW_ENDS.width))
-    assert torch.equal(toy.ROW_ENDS.grid(raster_of(toy.ROW_ENDS, codes)), codes)
+    codes = torch.randint(0, len(toy_models.ROW_ENDS.codes), (3, toy_models.ROW_ENDS.height, toy_models.ROW_ENDS.width))
+    assert torch.equal(toy_models.ROW_ENDS.grid(raster_of(toy_models.ROW_ENDS, codes)), codes)
 
 
 def test_two_processes_train_one_drafter(small_model: Path, samples: Path, tmp_path: Path) -> None:

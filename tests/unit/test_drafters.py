@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import toy
+import toy_models
 from torch import Tensor
 
 from underdraw.calibration import Calibration
@@ -66,13 +66,15 @@ def target_features(target: Any, layout: Layout, tokens: Tensor, prompt: tuple[i
     return torch.cat([session.prefill.features, image], dim=1)[0]
 
 
-@pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
+@pytest.mark.parametrize("layout", [toy_models.PLAIN, toy_models.ROW_ENDS], ids=["plain", "row-ends"])
 def test_eagle_reads_target_features_and_row_above(layout: Layout) -> None:
     """At step s: the token of s, the feature of the token before, the tokens above and above-right of cell s + 1."""
-    target = toy.target()
-    drafter = RecordingDrafter(toy.eagle(target, above=True))
-    tokens = toy.run(target, drafter, Confidence(depth=4, top_k=4, nodes=20), layout=layout, seeds=(5,))[0][0]
-    prompt = toy.prompts(1)[0].condition
+    target = toy_models.target()
+    drafter = RecordingDrafter(toy_models.eagle(target, above=True))
+    tokens = toy_models.run_decode(target, drafter, Confidence(depth=4, top_k=4, nodes=20), layout=layout, seeds=(5,))[
+        0
+    ][0]
+    prompt = toy_models.prompts(1)[0].condition
     expected_features = target_features(target, layout, tokens, prompt)
     checked = 0
     for ids, features, steps, above in drafter.inputs:
@@ -90,18 +92,22 @@ def test_eagle_reads_target_features_and_row_above(layout: Layout) -> None:
     assert checked >= layout.stop - layout.start - 6, "every token but those of the last tree is an input"
 
 
-DRAFTERS = {"eagle": toy.eagle, "block": toy.block, "model": lambda target: SmallModel(toy.target(3))}
+DRAFTERS = {
+    "eagle": toy_models.eagle,
+    "block": toy_models.block,
+    "model": lambda target: SmallModel(toy_models.target(3)),
+}
 
 
 @pytest.mark.parametrize("make_drafter", DRAFTERS.values(), ids=DRAFTERS)
 def test_kv_cache_is_the_same_for_any_acceptance_length(make_drafter: Any) -> None:
     """Appending the accepted tokens at once leaves the keys and values of appending them one by one."""
-    target = toy.target()
+    target = toy_models.target()
     drafter = make_drafter(target)
     plain, with_trees = SessionKeeper(drafter), SessionKeeper(drafter)
     settings: dict[str, Any] = {"seeds": (1, 2), "guidance": 2.0}
-    toy.run(target, plain, NoTree(), **settings)
-    toy.run(target, with_trees, Confidence(depth=4, top_k=6, nodes=40), **settings)
+    toy_models.run_decode(target, plain, NoTree(), **settings)
+    toy_models.run_decode(target, with_trees, Confidence(depth=4, top_k=6, nodes=40), **settings)
     first, second = plain.sessions[0].cache, with_trees.sessions[0].cache
     for row in range(4):
         length = min(first.host_lengths[row], second.host_lengths[row])
@@ -126,15 +132,15 @@ class SessionKeeper:
 
 def test_jacobi_accepts_long_chains_if_the_context_does_not_matter() -> None:
     """Every code has the same probability, so the noise alone decides and the target's choices are right guesses."""
-    _, histories, _ = toy.run(toy.target(head=0.0), Jacobi(window=8), Chain(8))
+    _, histories, _ = toy_models.run_decode(toy_models.target(head=0.0), Jacobi(window=8), Chain(8))
     assert histories[0].tokens_per_pass > 4
 
 
 def test_neighbour_drafts_an_image_of_one_code() -> None:
-    target = toy.target(head=0.0)
+    target = toy_models.target(head=0.0)
     with torch.no_grad():
         target.net.head.weight.zero_()
-    _, histories, _ = toy.run(target, Neighbour(), Chain(5), temperature=0.0)
+    _, histories, _ = toy_models.run_decode(target, Neighbour(), Chain(5), temperature=0.0)
     assert histories[0].tokens_per_pass > 4
 
 
@@ -172,7 +178,7 @@ def test_acceptance_probability_matches_its_formula(calibration: Calibration, fo
     assert torch.equal(log_probs == -torch.inf, scores == -torch.inf) and bool((log_probs <= 0).all())
 
 
-@pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
+@pytest.mark.parametrize("layout", [toy_models.PLAIN, toy_models.ROW_ENDS], ids=["plain", "row-ends"])
 @pytest.mark.parametrize("rope", [Rope((2, 3, 3)), Rope((2, 3, 3), pairing="interleaved")], ids=["half", "interleaved"])
 def test_rope_table_equals_computed_factors(layout: Layout, rope: Rope) -> None:
     offset = torch.tensor([5, 9])
@@ -193,7 +199,7 @@ def test_rope_table_equals_computed_factors(layout: Layout, rope: Rope) -> None:
     assert torch.equal(table(ends), table(ends.clamp(0, layout.steps - 1)))
 
 
-@pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
+@pytest.mark.parametrize("layout", [toy_models.PLAIN, toy_models.ROW_ENDS], ids=["plain", "row-ends"])
 def test_above_tokens_by_hand(layout: Layout) -> None:
     """Every cell's neighbours above and above-right, unless they come after the root."""
     committed = torch.arange(100, 100 + layout.steps)[None]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import toy
+import toy_models
 from lookup_models import TableDrafter, TableTarget, decode_tokens, random_tables
 from torch import Tensor
 
@@ -176,9 +176,9 @@ BAD = [
     Bad("negative weight", lambda: Neighbour(left=-1), ("not be negative",)),
     Bad("no floor", lambda: Neighbour(floor=0), ("floor must be positive",)),
     # Networks and sessions.
-    Bad("heads", lambda: toy.arch(dim=30), ("dim 30", "4 heads", "head_dim or another number")),
-    Bad("key-value heads", lambda: toy.arch(kv_heads=3), ("4 heads", "3 key-value heads", "divisor")),
-    Bad("rope", lambda: toy.arch(rope=Rope((3, 0, 0))), ("axes (3, 0, 0)", "width 8 need 4")),
+    Bad("heads", lambda: toy_models.arch(dim=30), ("dim 30", "4 heads", "head_dim or another number")),
+    Bad("key-value heads", lambda: toy_models.arch(kv_heads=3), ("4 heads", "3 key-value heads", "divisor")),
+    Bad("rope", lambda: toy_models.arch(rope=Rope((3, 0, 0))), ("axes (3, 0, 0)", "width 8 need 4")),
     Bad(
         "head and layout",
         lambda: run(target=decoder(), layout=Layout(2, 3, range(4, 9))),

@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-import toy
-from tape import Tape
+import toy_models
+from replay_tape import Tape
 
 from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.errors import CapacityError
@@ -17,7 +17,7 @@ from underdraw.registry import policies
 
 
 def test_required_bytes_count_the_kv_cache_exactly() -> None:
-    of = toy.target()
+    of = toy_models.target()
     arch = of.net.arch
     cache = KVCache(arch, 6, 256, of.net.head.weight)
     cache_bytes = sum(part.numel() * 4 for part in (cache.keys, cache.values[..., : arch.head_width]))
@@ -29,13 +29,13 @@ def test_required_bytes_count_the_kv_cache_exactly() -> None:
 
 @pytest.mark.parametrize("share", [0.99, 0.5, 0.0])
 def test_a_batch_that_does_not_fit_is_refused(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = toy.target()
+    of = toy_models.target()
     monkeypatch.setattr(memory, "_GRAPH_POOL", 0)  # larger than everything else of a toy model
-    longest = 11 + toy.PLAIN.cells
+    longest = 11 + toy_models.PLAIN.cells
     required = memory.required_bytes(of.net.arch, 8, longest + memory.MAX_NODES, 11, 4)
     monkeypatch.setattr(memory, "free_bytes", lambda device: int(share * required))
     with pytest.raises(CapacityError) as caught:
-        toy.run(of, toy.eagle(of), policies.build("chain"), seeds=(1, 2, 3, 4), guidance=2.0)
+        toy_models.run_decode(of, toy_models.eagle(of), policies.build("chain"), seeds=(1, 2, 3, 4), guidance=2.0)
     message = str(caught.value)
     assert "4 images at once need" in message and "are missing" in message
     advice = re.search(r"draw (\d) at once", message)
@@ -44,15 +44,17 @@ def test_a_batch_that_does_not_fit_is_refused(share: float, monkeypatch: pytest.
     else:
         assert advice is not None
         fitting = int(advice[1])
-        toy.run(of, toy.eagle(of), policies.build("chain"), seeds=tuple(range(fitting)), guidance=2.0)
+        toy_models.run_decode(
+            of, toy_models.eagle(of), policies.build("chain"), seeds=tuple(range(fitting)), guidance=2.0
+        )
 
 
 def test_cached_graphs_are_dropped_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    of, graphs = toy.target(), GraphCache(capture=Tape, span_multiple=64)
-    drafter, tree = toy.eagle(of), policies.build("none")
-    toy.run(of, drafter, tree, graphs=graphs)
-    plain = toy.plain(of)
+    of, graphs = toy_models.target(), GraphCache(capture=Tape, span_multiple=64)
+    drafter, tree = toy_models.eagle(of), policies.build("none")
+    toy_models.run_decode(of, drafter, tree, graphs=graphs)
+    plain = toy_models.plain_tokens(of)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 0 if graphs.runners else 2**40)
-    toy.run(of, drafter, tree, graphs=graphs, temperature=0.5)
+    toy_models.run_decode(of, drafter, tree, graphs=graphs, temperature=0.5)
     assert len(graphs.runners) == 1
-    assert torch.equal(toy.run(of, drafter, tree, graphs=graphs)[0], plain)
+    assert torch.equal(toy_models.run_decode(of, drafter, tree, graphs=graphs)[0], plain)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
-import toy
+import toy_models
 
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
@@ -23,10 +23,10 @@ from underdraw.protocols import (
 )
 from underdraw.tree import DraftTree, root_only
 
-TARGET = toy.target()
+TARGET = toy_models.target()
 DRAFTERS: dict[str, tuple[Any, str]] = {
-    "eagle": (toy.eagle(TARGET), "tree"),
-    "block": (toy.block(TARGET), "tree"),
+    "eagle": (toy_models.eagle(TARGET), "tree"),
+    "block": (toy_models.block(TARGET), "tree"),
     "small_model": (SmallModel(TARGET), "tree"),
     "neighbour": (Neighbour(), "tree"),
     "jacobi": (Jacobi(), "chain"),
@@ -37,8 +37,8 @@ DRAFTERS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_built_in_drafters_can_be_captured_and_say_what_they_propose(name: str) -> None:
     drafter, proposes = DRAFTERS[name]
-    session = TARGET.open(toy.prompts(1), toy.PLAIN, guidance=2.0)
-    draft_session = drafter.open(toy.prompts(1), toy.PLAIN, session.prefill, guidance=2.0)
+    session = TARGET.open(toy_models.prompts(1), toy_models.PLAIN, guidance=2.0)
+    draft_session = drafter.open(toy_models.prompts(1), toy_models.PLAIN, session.prefill, guidance=2.0)
     assert isinstance(session, Capturable)
     assert isinstance(draft_session, CapturableDraft)
     assert drafter.proposes == proposes

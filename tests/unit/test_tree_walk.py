@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tape import Tape
+from replay_tape import Tape
 from torch import Tensor
 
 from underdraw.layout import Layout

@@ -1,4 +1,4 @@
-"""Small targets and drafters that the tests share."""
+"""Very small random targets and drafters, and decodes with them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def arch(layers: int = 2, dim: int = 32, *, rope: Rope | None = None, **options:
 
 
 def randomise(module: torch.nn.Module, seed: int, head: float = 1.0) -> None:
-    """Weights that make neither flat nor one-sided distributions."""
+    """Random weights, scaled so that distributions are neither flat nor one-hot."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(module.named_parameters()):
@@ -63,23 +63,23 @@ def target(
     return DecoderTarget(net)
 
 
-def eagle(of: DecoderTarget, seed: int = 1, *, above: bool = False, layers: int = 1) -> Eagle:
-    net = EagleNet(arch(layers=layers), of.net.arch.dim, above=above).eval()
+def eagle(target: DecoderTarget, seed: int = 1, *, above: bool = False, layers: int = 1) -> Eagle:
+    net = EagleNet(arch(layers=layers), target.net.arch.dim, above=above).eval()
     randomise(net, seed)
-    net.body.head = of.net.head
-    return Eagle(net.to(of.net.head.weight.device))
+    net.body.head = target.net.head
+    return Eagle(net.to(target.net.head.weight.device))
 
 
-def block(of: DecoderTarget, seed: int = 2) -> BlockDrafter:
-    net = BlockNet(arch(layers=1), of.net.arch.dim, slots=4, markov_dim=16).eval()
+def block(target: DecoderTarget, seed: int = 2) -> BlockDrafter:
+    net = BlockNet(arch(layers=1), target.net.arch.dim, slots=4, markov_dim=16).eval()
     randomise(net, seed)
-    net.body.head = of.net.head
-    return BlockDrafter(net.to(of.net.head.weight.device))
+    net.body.head = target.net.head
+    return BlockDrafter(net.to(target.net.head.weight.device))
 
 
 @dataclass(frozen=True)
 class Adversary:
-    """Drafts what the true model finds least likely."""
+    """Drafts the tokens that the target finds least likely. Its session cannot be captured."""
 
     model: SmallModel
     proposes: ClassVar[str] = "tree"
@@ -110,8 +110,8 @@ def prompts(count: int, *, unconditional: bool = True) -> list[Prompt]:
     return [Prompt((0, *row), (0, 3) if unconditional else None) for row in rows]
 
 
-def run(
-    of: DecoderTarget,
+def run_decode(
+    target: DecoderTarget,
     drafter: object,
     policy: object,
     *,
@@ -128,13 +128,13 @@ def run(
     token_stats: str = "skip",
     graphs: GraphCache | None = None,
 ) -> tuple[Tensor, list[History], list[StepResult]]:
-    """Tokens (B, steps), histories and steps of one decode; `first` is the prompt that seeds[0] goes with."""
-    device = of.net.head.weight.device
+    """Tokens (B, steps), histories and step results of one decode; `first` is the index of the first prompt."""
+    device = target.net.head.weight.device
     sampler = Sampler(layout, seeds, temperature=temperature, top_k=top_k, top_p=top_p, device=device)
     histories = [History(layout) for _ in seeds]
     steps = list(
         decode(
-            of,
+            target,
             drafter,
             policy,
             verifier or Exact(),
@@ -150,6 +150,6 @@ def run(
     return torch.stack([torch.from_numpy(h.tokens) for h in histories]), histories, steps
 
 
-def plain(of: DecoderTarget, **options: object) -> Tensor:
-    """What plain autoregression draws."""
-    return run(of, Forced(), NoTree(), **options)[0]  # type: ignore[arg-type]
+def plain_tokens(target: DecoderTarget, **options: object) -> Tensor:
+    """The tokens (B, steps) of plain autoregression."""
+    return run_decode(target, Forced(), NoTree(), **options)[0]  # type: ignore[arg-type]

@@ -120,8 +120,8 @@ def test_documented_scripts_run(command: str, clone: Path) -> None:
 def test_options_of_long_commands_exist(command: str) -> None:
     words = shlex.split(command)
     program = itertools.takewhile(lambda word: word == "-m" or not word.startswith("-"), words)
-    known = set(re.findall(r"--[a-z-]+", shell(f"{shlex.join(program)} --help")))
-    assert set(re.findall(r" (--[a-z-]+)", command)) <= known
+    options = set(re.findall(r"--[a-z-]+", shell(f"{shlex.join(program)} --help")))
+    assert set(re.findall(r" (--[a-z-]+)", command)) <= options
 
 
 def test_first_command_of_the_readme(tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_first_command_of_the_readme(tmp_path: Path) -> None:
     block = (ROOT / "README.md").read_text().partition("<!-- show -->\n```bash\n")[2].partition("```")[0]
     (command,) = [line for line in block.splitlines() if not line.startswith(SET_UP)]
     assert "identical pixels" in shell(command, tmp_path)
-    (picture,) = tmp_path.glob("*.png")
-    assert Image.open(picture).size == (192, 192) and np.asarray(Image.open(picture)).std() > 20
+    (image,) = tmp_path.glob("*.png")
+    assert Image.open(image).size == (192, 192) and np.asarray(Image.open(image)).std() > 20
 
 
 WITH_PYTHON = (ROOT / "README.md", ROOT / "docs" / "python.md")

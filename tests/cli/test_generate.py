@@ -119,9 +119,9 @@ def test_several_images_of_one_prompt(small_model: Path, folder: Path) -> None:
 def test_batch_size_does_not_change_images(small_model: Path, folder: Path) -> None:
     Path("prompts.txt").write_text("a red fox\n\na blue house\n  a tree \n", encoding="utf-8")
     common = ("--prompts", "prompts.txt", "-m", small_model, "--seed", 1, "--n", 2, "--compare", "--json", *QUICK)
-    one = call("generate", *common, "-o", "one").record
-    four = call("generate", *common, "-o", "four", "--batch", 4).record
-    assert one["identical"] is True and four["identical"] is True and one["passes"] == four["passes"]
+    single = call("generate", *common, "-o", "one").record
+    batched = call("generate", *common, "-o", "four", "--batch", 4).record
+    assert single["identical"] is True and batched["identical"] is True and single["passes"] == batched["passes"]
     names = [f"{index:05d}.png" for index in range(6)]
     assert [pixels(folder / "one" / name) for name in names] == [pixels(folder / "four" / name) for name in names]
     assert json.loads(Path("one/manifest.jsonl").read_text().splitlines()[4])["prompt"] == "a tree"
@@ -138,10 +138,10 @@ def test_published_sets(small_model: Path, folder: Path, monkeypatch: pytest.Mon
     call("generate", "--prompts", "parti", "--data", folder, "-m", small_model, "-o", "p", "--tree", "none")
     monkeypatch.setenv("UNDERDRAW_DATA", str(folder))
     call("generate", "--prompts", "coco", "-m", small_model, "-o", "c", "--limit", 2, "--tree", "none")
-    found = [
+    prompts = [
         [json.loads(line)["prompt"] for line in Path(name, "manifest.jsonl").read_text().splitlines()] for name in "pc"
     ]
-    assert found == [["bond", 'the word "fox"'], ["of 2", "first of 7"]]
+    assert prompts == [["bond", 'the word "fox"'], ["of 2", "first of 7"]]
 
 
 def test_overlong_prompts_can_be_skipped(small_model: Path, folder: Path) -> None:
@@ -158,6 +158,15 @@ def test_prompts_in_any_script(small_model: Path, folder: Path, prompt: str) -> 
     done = call("generate", "-m", small_model, "-o", "a.png", "--tree", "none", "--", prompt)
     assert done.code == 0, done.err
     assert Image.open("a.png").text["prompt"] == prompt  # type: ignore[attr-defined]
+
+
+def test_sheet_shows_all_images_of_a_folder(small_model: Path, folder: Path) -> None:
+    command = ["generate", "fox", "-m", small_model, "--seed", 1, "--quiet", "--tree", "none"]
+    assert call(*command, "--n", 3, "--out", "many", "--sheet", "sheet.jpg").code == 0
+    assert Image.open("sheet.jpg").format == "JPEG" and Image.open("sheet.jpg").width == 8 * 148
+    assert "--sheet shows a folder" in call(*command, "--out", "x.png", "--sheet", "sheet.jpg").err
+    done = call(*command, "--n", 2, "--out", "other", "--sheet", "sheet.gif")
+    assert done.code == 2 and ".jpg, .jpeg, .png" in done.err and not Path("other").exists()
 
 
 def test_version_and_help() -> None:

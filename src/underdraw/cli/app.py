@@ -36,7 +36,7 @@ UsageError: type[Any] = typer.BadParameter.__mro__[1]  # click's class, which ne
 
 
 class CommandGroup(TyperGroup):
-    """A group whose commands are imported on lookup. It may also be a command itself, with options of its own.
+    """A group whose commands are imported on lookup. It may also be a command itself, with its own options.
 
     The first argument decides: `bench engine ...` runs the subcommand, `bench --prompts ...` the command `bench`. So
     `bench engine` does not need the options that `bench` requires.

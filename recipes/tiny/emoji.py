@@ -1,9 +1,9 @@
-"""Emoji of several styles as raw pictures: which emoji, what they are called, where each style keeps them.
+"""Emoji of several styles as raw images: which emoji, their names, and where each style stores them.
 
-Labels come from Unicode's CLDR names by way of emojibase. Left out: symbols, flags, clock faces and everything that is
-mostly writing, since a small picture model cannot draw text; and Unicode's families, which are not part of the openly
-licensed art. Of the many variants of a person (man, woman, person, six skin tones) every style contributes one, picked
-by a stable hash: across the styles all of them occur, without people crowding out everything else.
+Labels are Unicode's CLDR names from emojibase. Left out are symbols, flags, clock faces and emoji that are mostly
+writing, which a small model cannot draw, and Unicode's families, which the openly licensed sets lack. Of the variants
+of a person (man, woman, person, six skin tones) every style contributes one, picked by a stable hash: so all of them
+occur across styles, and people do not outnumber everything else.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NO_ARTICLE = re.compile(
     r"|badminton|tennis|soap|money with wings|ice hockey|field hockey|lacrosse|breast-feeding|canned food)$",
     re.IGNORECASE,
 )
-_PLAIN_NAMES = {  # where people would use another word than Unicode does
+_PLAIN_NAMES = {  # everyday words for Unicode's names
     "automobile": "car", "oncoming automobile": "oncoming car", "sport utility vehicle": "blue car",
     "dizzy": "dizzy star",
     "deciduous tree": "tree", "lady beetle": "ladybug", "flying saucer": "ufo", "gem stone": "diamond",
@@ -81,13 +81,13 @@ class Emoji:
 
     @property
     def subject(self) -> str:
-        """What a held-out split must keep together: the emoji in all styles, all genders, all skin tones."""
+        """The key of the held-out split, the same for all styles, genders and skin tones of an emoji."""
         return _GENDER.sub("", self.label).casefold() or self.label.casefold()
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An emoji as it is drawn somewhere: with the skin tone its label names, if any."""
+    """An emoji with the skin tone in its label, if any."""
 
     emoji: Emoji
     label: str
@@ -112,18 +112,18 @@ def noun_phrase(label: str) -> str:
 
 
 def _squash(name: str) -> str:
-    """Letters and digits only, so that 'man-judge', 'Man Judge' and 'man judge' are one key."""
+    """Letters and digits only, so that 'man-judge', 'Man SubjectGrader' and 'man judge' are one key."""
     ascii_name = unicodedata.normalize("NFKD", name.casefold()).encode("ascii", "ignore").decode()
     return re.sub(r"[^a-z0-9]+", "", ascii_name)
 
 
 def _code(hexcode: str) -> str:
-    """A code point sequence without variation selectors, which file names keep or drop at will."""
+    """A code point sequence without variation selectors, which some file names have and others lack."""
     return "-".join(part for part in re.split("[-_]", hexcode.lower()) if part != "fe0f")
 
 
 class EmojiTable:
-    """The emoji in use, found by code point sequence or by any of their names."""
+    """The emoji in use, by code point sequence and by all of their names."""
 
     def __init__(self, cache: Path) -> None:
         files = dict(
@@ -172,18 +172,18 @@ class EmojiTable:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One variant with the bytes that draw it."""
+    """One variant with the bytes of its image."""
 
     variant: Variant
     payload: bytes
 
 
 def emoji_pictures(style: str, cache: Path, table: EmojiTable) -> Iterator[RawPicture]:
-    """All pictures of one emoji style, one variant each of people, in the order of the table."""
+    """All images of one emoji style, with one variant of each person."""
     drawings: dict[str, list[Drawing]] = defaultdict(list)
     for drawing in _DRAWINGS[style](style, cache, table):
         emoji = drawing.variant.emoji
-        # Roles that exist as man, woman and person compete for one place per style.
+        # Of a role that exists as man, woman and person, each style contributes one.
         drawings[emoji.subject if emoji.group == "people" else emoji.hexcode].append(drawing)
     forms: dict[str, Form] = {"fluent-3d": "raster", "fluent-3d-anim": "frame"}
     form = forms.get(style, "svg")
@@ -219,7 +219,7 @@ def _fluent(style: str, cache: Path, table: EmojiTable) -> Iterator[Drawing]:
 def _fluent_animated(style: str, cache: Path, table: EmojiTable) -> Iterator[Drawing]:
     for part in (1, 2, 3, 4):
         for drawing in _files_by_code(f"fluent-anim-{part}", "webp", cache, table):
-            if b"ANIM" in drawing.payload[:200]:  # the rest are still copies of the 3D set
+            if b"ANIM" in drawing.payload[:200]:  # the others are copies of the 3D style
                 yield drawing
 
 

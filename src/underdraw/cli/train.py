@@ -1,35 +1,191 @@
-"""`underdraw train PART`: drafters for any family, and the samples they are trained on.
+"""`underdraw train samples` and `underdraw train drafter`: train a drafter for any model.
 
-Each part has options of its own, which its module under `underdraw.training` knows; this only finds the module.
+torch is imported when the work starts, so that help and wrong options answer at once.
 """
 
 from __future__ import annotations
 
-import importlib
+import logging
+import math
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-PARTS = {
-    "samples": ("underdraw.training.samples", "Draw or encode the pictures that a drafter learns from."),
-    "drafter": ("underdraw.training.drafter", "Train a drafter for any model."),
-}
-_AS_IT_IS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+from underdraw.cli import options
+from underdraw.errors import ConfigError
 
+if TYPE_CHECKING:
+    from underdraw.models.family import LoadedModel
+
+INPUT, NET, TRAINING = "Input", "Drafter", "Training"
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train a drafter for any family. Every part goes on where it stopped.",
+    help="Train a drafter for a model: first samples of the model, then the drafter. Both continue where they stopped.",
     epilog="Examples:\n\nunderdraw train samples --prompts prompts.txt --out samples\n\n"
-    "underdraw train drafter --samples samples --out drafter --seconds 600\n\nunderdraw train drafter --help",
+    "underdraw train drafter --samples samples --out drafter --seconds 600",
 )
 
+# Options of every training, for the recipes of checkpoints as well.
+Out = Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Continued if it holds unfinished work.")]
+Seconds = Annotated[float, typer.Option(rich_help_panel=TRAINING, help="Budget, evaluation not included.")]
+Pause = Annotated[
+    float,
+    typer.Option(rich_help_panel=TRAINING, show_default=False, help="Stop after so many seconds, to continue later."),
+]
+Batch = Annotated[int, typer.Option(min=1, rich_help_panel=TRAINING, help="Images per batch.")]
+LearningRate = Annotated[float, typer.Option(rich_help_panel=TRAINING, help="Highest learning rate.")]
+ReportEvery = Annotated[float, typer.Option(rich_help_panel=TRAINING, help="Seconds between log lines.")]
+EvaluateEvery = Annotated[float, typer.Option(rich_help_panel=TRAINING, help="Seconds between evaluations.")]
+Compile = Annotated[
+    Literal["auto", "on", "off"], typer.Option(rich_help_panel=TRAINING, help="torch.compile; auto: on a GPU.")
+]
+Seed = Annotated[int, typer.Option(min=0, metavar="NUMBER", help="Random seed.")]
 
-def _add(part: str, module: str, summary: str) -> None:
-    @app.command(part, help=summary, context_settings=_AS_IT_IS, add_help_option=False)
-    def train(ctx: typer.Context) -> None:
-        importlib.import_module(module).main(ctx.args)
+# Options of samples.
+Prompts = Annotated[
+    str | None,
+    typer.Option("--prompts", metavar="FILE", rich_help_panel=INPUT, help="Text file with one prompt per line."),
+]
+Images = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        rich_help_panel=INPUT,
+        help="Encode these images instead; manifest.jsonl, as `underdraw generate` writes it, has their prompts.",
+    ),
+]
+Count = Annotated[
+    int, typer.Option("--count", min=1, metavar="COUNT", help="Images to sample; fewer prompts are used repeatedly.")
+]
+SampleBatch = Annotated[int, typer.Option(min=1, metavar="COUNT", help="Images sampled at once, and per file.")]
+Temperature = Annotated[
+    list[float] | None,
+    typer.Option(min=0, metavar="NUMBER", help="Repeat it to alternate by batch. Default: that of the model."),
+]
+
+# Options of the drafter.
+SamplesFolder = Annotated[
+    Path, typer.Option(metavar="FOLDER", rich_help_panel=INPUT, help="Folder that `underdraw train samples` wrote.")
+]
+HeldOut = Annotated[int, typer.Option(min=1, rich_help_panel=INPUT, help="Texts of the samples kept for evaluation.")]
+KeepFeatures = Annotated[
+    bool, typer.Option("--keep-features", rich_help_panel=INPUT, help="Cache the target's features beside the samples.")
+]
+Kind = Annotated[
+    Literal["eagle", "block"],
+    typer.Option(rich_help_panel=NET, help="eagle drafts level by level, block all levels in one pass."),
+]
+Layers = Annotated[int, typer.Option(min=1, rich_help_panel=NET, help="Decoder layers.")]
+Ffn = Annotated[int, typer.Option(min=0, rich_help_panel=NET, help="Width of the MLP; 0: as the target.")]
+KvHeads = Annotated[int, typer.Option(min=0, rich_help_panel=NET, help="KV heads; 0: as the target.")]
+MarkovDim = Annotated[int, typer.Option(min=1, rich_help_panel=NET, help="Width of a block drafter's Markov head.")]
+Depth = Annotated[int, typer.Option(min=1, rich_help_panel=NET, help="Tokens to look ahead.")]
+Accumulate = Annotated[int, typer.Option(min=1, rich_help_panel=TRAINING, help="Batches per optimiser step.")]
+Roots = Annotated[int, typer.Option(min=1, rich_help_panel=TRAINING, help="Draft trees per image (block only).")]
+EvaluateImages = Annotated[int, typer.Option(min=1, rich_help_panel=TRAINING, help="Held-out samples per evaluation.")]
 
 
-for _part, (_module, _summary) in PARTS.items():
-    _add(_part, _module, _summary)
+@app.command(epilog="Example: underdraw train samples --prompts prompts.txt --count 2000 --batch 16 --out samples")
+def samples(
+    out: Out,
+    prompts: Prompts = None,
+    images: Images = None,
+    count: Count = 1024,
+    batch: SampleBatch = 64,
+    temperature: Temperature = None,
+    seed: Seed = 0,
+    model: options.Model = "tiny",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Sample images from a model, or encode image files, for a drafter to learn from."""
+    if (prompts is None) == (images is None):
+        raise ConfigError("give either --prompts FILE to sample images, or --images FOLDER to encode them.")
+    from underdraw.prompts import load_prompts
+    from underdraw.training.samples import encode_samples, generate_samples, read_manifest
+
+    began = time.perf_counter()
+    if images is not None:
+        pairs = read_manifest(images)
+        written = encode_samples(load_target(model, device, dtype), pairs, out, batch=batch)
+    else:
+        texts = load_prompts(str(prompts))
+        repeated = [texts[index % len(texts)] for index in range(count)]
+        target = load_target(model, device, dtype)
+        written = generate_samples(target, repeated, out, batch=batch, seed=seed, temperatures=temperature or ())
+    seconds = time.perf_counter() - began
+    print(f"{out}: {len(written)} samples of {len(set(written.texts))} texts, {seconds:.1f} s")
+
+
+@app.command(epilog="Example: underdraw train drafter --samples samples --out drafter --seconds 3600")
+def drafter(
+    samples: SamplesFolder,
+    out: Out,
+    kind: Kind = "block",
+    layers: Layers = 2,
+    ffn: Ffn = 0,
+    kv_heads: KvHeads = 0,
+    markov_dim: MarkovDim = 128,
+    depth: Depth = 12,
+    held_out: HeldOut = 64,
+    keep_features: KeepFeatures = False,
+    seconds: Seconds = 300.0,
+    pause: Pause = math.inf,
+    batch: Batch = 32,
+    accumulate: Accumulate = 1,
+    learning_rate: LearningRate = 1e-3,
+    roots: Roots = 24,
+    report_every: ReportEvery = 15.0,
+    evaluate_every: EvaluateEvery = 60.0,
+    evaluate_images: EvaluateImages = 16,
+    compile: Compile = "auto",
+    seed: Seed = 0,
+    model: options.Model = "tiny",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Train a drafter for a model on its samples. Many GPUs: `accelerate launch -m underdraw train drafter ...`."""
+    from underdraw.training.drafter import DrafterOptions, train_drafter
+    from underdraw.training.samples import Samples
+    from underdraw.training.trainer import Processes
+
+    settings = DrafterOptions(
+        kind=kind, layers=layers, ffn=ffn, kv_heads=kv_heads, markov_dim=markov_dim, depth=depth, seconds=seconds,
+        pause=pause, batch=batch, accumulate=accumulate, learning_rate=learning_rate, roots=roots,
+        report_every=report_every, evaluate_every=evaluate_every, evaluate_images=evaluate_images, seed=seed,
+    )  # fmt: skip
+    processes = Processes()
+    start_logging(is_main=processes.is_main)
+    data = Samples.load(samples)
+    target = load_target(model, processes.device or device, dtype)
+    is_compiled = compile == "on" or (compile == "auto" and target.placement.device.type == "cuda")
+    command = f"underdraw {shlex.join(sys.argv[1:])}"
+    quality = train_drafter(
+        target, data, out, settings, held_out=held_out, keep_features=keep_features, compiled=is_compiled,
+        processes=processes, command=command,
+    )  # fmt: skip
+    if processes.is_main:
+        print(f"{out}: loss {quality.loss:.4f}, top-1 acceptance {quality.sampled[0][0]:.2f}; details in README.md")
+
+
+def start_logging(*, is_main: bool = True) -> None:
+    """Print log lines of the training on stderr, those of the main process only."""
+    level = logging.INFO if is_main else logging.ERROR
+    logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+
+def load_target(model: str, device: str, dtype: str) -> LoadedModel:
+    """The model that a drafter is trained for, with TF32 matrix products on a GPU."""
+    import torch
+
+    from underdraw.models.checkpoint import open_checkpoint
+    from underdraw.models.loading import load_model, resolve_placement
+
+    torch.set_float32_matmul_precision("high")
+    return load_model(open_checkpoint(model), resolve_placement(device, dtype))

@@ -107,6 +107,6 @@ class TextTokenizer:
         document = read_json(Path(path), "a text vocabulary", CheckpointError)
         if document.get("kind") != "underdraw-text" or document.get("version") != 1:
             raise CheckpointError(
-                f"{path} is not a text vocabulary of version 1; train one with python -m recipes.tiny.text."
+                f"{path} is not a text vocabulary of version 1; train one with python -m recipes.tiny.text_tokenizer."
             )
         return cls(document["merges"], document["words"], document["max_length"])

@@ -1,1 +1,1 @@
-"""Training of the tiny family (data, image tokenizer, model, drafter) and of drafters for any family."""
+"""Trains drafters for any model. `trainer.Trainer` is the loop that the recipes of checkpoints use as well."""

@@ -1,60 +1,50 @@
-"""Pictures as tokens for a drafter to learn from: drawn by the target itself, or encoded from image files.
+"""Samples for training drafters: images as token ids, sampled from the target or encoded from image files.
 
-They are kept in safetensors shards, each written in one rename, so that making them can be interrupted at any moment
-and goes on at the first missing shard. Features may be kept beside them, for targets that are slow to run again.
+They are stored in safetensors shards, each written atomically, so sampling can be interrupted at any time and
+continues with the first missing shard.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from underdraw.drafters.forced import Forced
-from underdraw.engine.decode import decode_tokens
 from underdraw.errors import CheckpointError, ConfigError
+from underdraw.io import atomic_write
 from underdraw.layout import Layout
-from underdraw.models.checkpoint import open_checkpoint
 from underdraw.models.family import ImageSize, LoadedModel
-from underdraw.models.loading import load_model, resolve_placement
-from underdraw.policies.fixed import NoTree
+from underdraw.pipeline import Pipeline
 from underdraw.protocols import Prompt
-from underdraw.sampling import Sampler
-from underdraw.training.command import part_parser, run
-from underdraw.training.teacher import Rows, Teacher
-from underdraw.verifiers.exact import Exact
-
-log = logging.getLogger(__name__)
-_ROWS = ("prefix", "before", "behind", "lengths", "offset")
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Texts, whole rasters, and the folder that features of them may be in."""
+    """Texts and the token ids of their images, in order of the shards that they were read from."""
 
     texts: tuple[str, ...]
     tokens: Tensor  # (N, steps) int64
-    folder: Path | None = None
-    shard: int = 0  # pictures a shard
+    folder: Path
+    shard_size: int  # images per shard; the last shard may have fewer
+    rows: Tensor  # (N,) index among all samples in `folder`
 
     def __len__(self) -> int:
         return len(self.texts)
 
     @classmethod
     def load(cls, folder: str | Path) -> Samples:
-        """Everything that `draw_samples` or `encode_samples` wrote."""
+        """All samples in a folder."""
         paths = sorted(Path(folder).glob("samples-*.safetensors"))
         if not paths:
-            raise CheckpointError(f"{folder} holds no samples; make some with `underdraw train samples`.")
+            raise CheckpointError(f"{folder} holds no samples; create them with `underdraw train samples`.")
         texts: list[str] = []
         tokens = []
         try:
@@ -64,77 +54,88 @@ class Samples:
                     tokens.append(file.get_tensor("tokens").long())
         except (SafetensorError, KeyError, ValueError) as error:
             raise CheckpointError(
-                f"the samples in {path} are damaged ({error}); delete the file and make it again."
+                f"the samples in {path} are damaged ({error}); delete the file and run `underdraw train samples` again."
             ) from error
-        return cls(tuple(texts), torch.cat(tokens), Path(folder), len(tokens[0]))
+        return cls(tuple(texts), torch.cat(tokens), Path(folder), len(tokens[0]), torch.arange(len(texts)))
 
     def split(self, held_out: int) -> tuple[Samples, Samples]:
-        """The last `held_out` texts' pictures apart from all others: no text stands on both sides."""
-        names = sorted(set(self.texts), key=self.texts.index)
+        """Samples for training, and those of the last `held_out` texts for evaluation."""
+        names = list(dict.fromkeys(self.texts))
         if held_out < 1 or len(names) <= held_out:
-            raise ConfigError(f"{len(names)} different texts cannot spare {held_out} for measuring; make more samples.")
-        apart = set(names[-held_out:])
-        parts = []
-        for wanted in (False, True):
-            rows = [row for row, text in enumerate(self.texts) if (text in apart) == wanted]
-            parts.append(Samples(tuple(self.texts[row] for row in rows), self.tokens[rows]))
-        return parts[0], parts[1]
+            allowed = f"use --held-out 1 to {len(names) - 1}, or" if len(names) > 1 else "please"
+            raise ConfigError(
+                f"the samples have {len(names)} different texts, too few for --held-out {held_out}; {allowed} create "
+                "samples of more texts."
+            )
+        evaluation = set(names[-held_out:])
+        is_evaluation = torch.tensor([text in evaluation for text in self.texts])
+        return self._select(~is_evaluation), self._select(is_evaluation)
+
+    def _select(self, mask: Tensor) -> Samples:
+        index = mask.nonzero()[:, 0]
+        texts = tuple(self.texts[row] for row in index.tolist())
+        return Samples(texts, self.tokens[index], self.folder, self.shard_size, self.rows[index])
 
 
-def draw_samples(
-    model: LoadedModel, texts: Sequence[str], folder: str | Path, *, batch: int = 64, seed: int = 0,
-    temperatures: Sequence[float] = (), size: ImageSize | None = None,
-) -> Samples:  # fmt: skip
-    """Let the target draw a picture for each text with the family's settings; shards take turns at `temperatures`."""
-    size, own = size or model.sizes[0], model.defaults
-    layout, folder = model.make_layout(size), Path(folder)
-    for shard, start in enumerate(tqdm(range(0, len(texts), batch), desc="samples", unit="shard", disable=None)):
+def generate_samples(
+    model: LoadedModel,
+    texts: Sequence[str],
+    folder: str | Path,
+    *,
+    batch: int = 64,
+    seed: int = 0,
+    temperatures: Sequence[float] = (),
+) -> Samples:
+    """Sample an image for each text with the model's default settings; shards cycle through `temperatures`."""
+    layout, pipe = model.make_layout(model.sizes[0]), Pipeline(model, drafter="forced", tree="none")
+    for shard, start, path in _missing_shards(Path(folder), texts, batch):
         part = list(texts[start : start + batch])
-        path = folder / f"samples-{shard:05d}.safetensors"
-        if _is_of(path, part):
-            continue
-        prompts = [model.make_prompt(text, None, size) for text in part]
-        seeds = range(seed + start, seed + start + len(part))
-        temperature = temperatures[shard % len(temperatures)] if temperatures else own.temperature
-        sampler = Sampler(
-            layout, seeds, temperature=temperature, top_k=own.top_k, top_p=own.top_p, device=model.placement.device
-        )
-        parts = model.target, Forced(), NoTree(), Exact(), prompts, sampler
-        _write(path, decode_tokens(*parts, guidance=own.guidance), part)
+        temperature = temperatures[shard % len(temperatures)] if temperatures else None
+        seeds = list(range(seed + start, seed + start + len(part)))
+        codes = pipe(part, seed=seeds, temperature=temperature, output_type="codes").images
+        _write(path, codes_to_tokens(layout, codes), part)
     return Samples.load(folder)
 
 
 def encode_samples(
-    model: LoadedModel,
-    pictures: Sequence[tuple[str, Path]],
-    folder: str | Path,
-    *,
-    batch: int = 64,
-    size: ImageSize | None = None,
+    model: LoadedModel, images: Sequence[tuple[str, Path]], folder: str | Path, *, batch: int = 64
 ) -> Samples:
-    """Encode captioned image files; they are cut to the family's aspect ratio and scaled."""
-    import PIL.Image
-    import PIL.ImageOps
-
-    size = size or model.sizes[0]
-    layout, folder = model.make_layout(size), Path(folder)
-    for shard, start in enumerate(tqdm(range(0, len(pictures), batch), desc="pictures", unit="shard", disable=None)):
-        part = pictures[start : start + batch]
-        path = folder / f"samples-{shard:05d}.safetensors"
-        if _is_of(path, [text for text, _ in part]):
-            continue
-        arrays = []
-        for _, file in part:
-            with PIL.Image.open(file) as image:
-                fitted = PIL.ImageOps.fit(image.convert("RGB"), (size.width, size.height))
-            arrays.append(np.asarray(fitted, dtype=np.float32) / 127.5 - 1)
-        pixels = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).to(model.placement.device)
-        _write(path, raster_of(layout, model.image_tokenizer.encode(pixels).cpu()), [text for text, _ in part])
+    """Encode image files with their captions; images are cropped to the model's aspect ratio and resized."""
+    size = model.sizes[0]
+    texts = [text for text, _ in images]
+    for _, start, path in _missing_shards(Path(folder), texts, batch):
+        pixels = [_read_pixels(file, size) for _, file in images[start : start + batch]]
+        codes = model.image_tokenizer.encode(torch.stack(pixels).to(model.placement.device)).cpu()
+        _write(path, codes_to_tokens(model.make_layout(size), codes), texts[start : start + batch])
     return Samples.load(folder)
 
 
-def raster_of(layout: Layout, codes: Tensor) -> Tensor:
-    """Whole sequences (B, steps) of code grids (B, height, width): the inverse of `layout.grid`."""
+def _missing_shards(folder: Path, texts: Sequence[str], batch: int) -> Iterator[tuple[int, int, Path]]:
+    """Number, first row and path of the shards that are not written yet."""
+    for shard, start in enumerate(tqdm(range(0, len(texts), batch), desc="samples", unit="shard", disable=None)):
+        path = folder / f"samples-{shard:05d}.safetensors"
+        if not path.exists():
+            yield shard, start, path
+            continue
+        with safe_open(path, framework="pt") as file:
+            if json.loads(file.metadata()["texts"]) != list(texts[start : start + batch]):
+                raise ConfigError(
+                    f"{path} holds samples of other texts; give a new --out folder, or the same texts and --batch."
+                )
+
+
+def _read_pixels(path: Path, size: ImageSize) -> Tensor:
+    """An image file as (3, height, width) in [-1, 1]."""
+    import PIL.Image
+    import PIL.ImageOps
+
+    with PIL.Image.open(path) as image:
+        fitted = PIL.ImageOps.fit(image.convert("RGB"), (size.width, size.height))
+    return torch.from_numpy(np.asarray(fitted, dtype=np.float32) / 127.5 - 1).permute(2, 0, 1)
+
+
+def codes_to_tokens(layout: Layout, codes: Tensor) -> Tensor:
+    """Token ids of whole images (B, steps) from code grids (B, height, width): the inverse of `layout.grid`."""
     batch = codes.shape[0]
 
     def column(ids: Sequence[int]) -> Tensor:
@@ -146,34 +147,12 @@ def raster_of(layout: Layout, codes: Tensor) -> Tensor:
     return torch.cat([column(layout.prologue), rows.flatten(1), column(layout.epilogue)], dim=1)
 
 
-def keep_features(samples: Samples, model: LoadedModel, teacher: Teacher) -> None:
-    """Write the target's features of every sample beside it, shard by shard."""
-    assert samples.folder is not None, "features are kept beside samples that are on disk"
-    for start in tqdm(range(0, len(samples), samples.shard), desc="features", unit="shard", disable=None):
-        path = samples.folder / f"features-{start // samples.shard:05d}.safetensors"
-        if path.exists():
-            continue
-        part = slice(start, start + samples.shard)
-        rows = teacher.rows(prompts_of(model, samples.texts[part]), samples.tokens[part].to(model.placement.device))
-        part_file = path.with_suffix(".part")
-        save_file({name: getattr(rows, name).cpu().contiguous() for name in _ROWS}, part_file)
-        part_file.replace(path)
-
-
-def kept_features(samples: Samples, shard: int, device: torch.device) -> Rows | None:
-    """The features of one shard, if they were kept."""
-    path = (samples.folder or Path()) / f"features-{shard:05d}.safetensors"
-    if samples.folder is None or not path.exists():
-        return None
-    return Rows(**{name: value.to(device) for name, value in load_file(path).items()})
-
-
-def prompts_of(model: LoadedModel, texts: Sequence[str]) -> list[Prompt]:
+def encode_prompts(model: LoadedModel, texts: Sequence[str]) -> list[Prompt]:
     return [model.make_prompt(text, None, model.sizes[0]) for text in texts]
 
 
-def shortened(model: LoadedModel, text: str) -> str:
-    """A text without the last words that the model has no room for."""
+def shorten(model: LoadedModel, text: str) -> str:
+    """The text without the last words that exceed the model's prompt length."""
     words = text.split(" ")
     while len(words) > 1:
         try:
@@ -184,72 +163,27 @@ def shortened(model: LoadedModel, text: str) -> str:
     return " ".join(words)
 
 
-def _is_of(path: Path, texts: list[str]) -> bool:
-    """Is this shard written already, and for these texts?"""
-    if not path.exists():
-        return False
-    with safe_open(path, framework="pt") as file:
-        if json.loads(file.metadata()["texts"]) != texts:
-            raise ConfigError(f"{path} holds samples of other texts; give a new folder or the same texts and batch.")
-    return True
-
-
-def _write(path: Path, tokens: Tensor, texts: list[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    save_file({"tokens": tokens.to(torch.int32)}, part, metadata={"texts": json.dumps(texts)})
-    part.replace(path)
-
-
-def read_texts(path: Path) -> list[str]:
-    """Texts from a file, one a line; empty lines are left out."""
-    texts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not texts:
-        raise ConfigError(f"{path} holds no texts; write one a line.")
-    return texts
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: draw or encode samples."""
-    parser = part_parser("samples", __doc__)
-    parser.add_argument(
-        "--model", default="tiny", help="the target: tiny, a folder, a file, or an owner/name of the hub"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder; continued if it holds shards")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompts", type=Path, help="text file, one prompt a line, for the target to draw")
-    source.add_argument("--images", type=Path, help="folder with pictures and manifest.jsonl, as `generate` writes it")
-    parser.add_argument("--count", type=int, default=1024, help="pictures; prompts are used again if there are fewer")
-    parser.add_argument("--batch", type=int, default=64, help="pictures drawn together, and in one shard")
-    parser.add_argument("--temperatures", type=float, nargs="*", default=(), help="shards take turns at them")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    checkpoint = open_checkpoint(options.model)
-    model = load_model(checkpoint, resolve_placement(options.device, options.dtype))
-    if options.images:
-        encode_samples(model, read_manifest(options.images), options.out, batch=options.batch)
-        return
-    texts = read_texts(options.prompts)
-    wanted = [texts[index % len(texts)] for index in range(options.count)]
-    draw_samples(model, wanted, options.out, batch=options.batch, seed=options.seed, temperatures=options.temperatures)
-
-
 def read_manifest(folder: Path) -> list[tuple[str, Path]]:
-    """Prompts and pictures of a manifest.jsonl."""
+    """Prompts and image files of a folder with a manifest.jsonl, as `underdraw generate` writes it."""
     path = folder / "manifest.jsonl"
     if not path.exists():
-        raise ConfigError(f"{folder} has no manifest.jsonl; it holds one object with prompt and file a line.")
-    found = []
+        raise ConfigError(f"{folder} has no manifest.jsonl; it needs one, with a prompt and a file per line.")
+    pairs = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(line)
-            found.append((str(row["prompt"]), folder / str(row["file"])))
+            pairs.append((str(row["prompt"]), folder / str(row["file"])))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"line {number} of {path} is no object with prompt and file ({error}).") from None
-    return found
+            raise ConfigError(f"line {number} of {path} has no prompt and file ({error}).") from None
+    return pairs
 
 
-if __name__ == "__main__":
-    run(main)
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as file:
+        file.write(save({name: value.cpu().contiguous() for name, value in tensors.items()}, metadata))
+
+
+def _write(path: Path, tokens: Tensor, texts: Sequence[str]) -> None:
+    write_tensors(path, {"tokens": tokens.to(torch.int32)}, {"texts": json.dumps(list(texts))})

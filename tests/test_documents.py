@@ -20,10 +20,16 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 CARD = ROOT / "src" / "underdraw" / "assets" / "tiny" / "README.md"
-PAGES = [ROOT / "README.md", CARD, *sorted((ROOT / "docs").rglob("*.md"))]
+TRAINING, RECIPE = ROOT / "docs" / "training.md", ROOT / "recipes" / "tiny" / "README.md"
+PAGES = [ROOT / "README.md", CARD, RECIPE, *sorted((ROOT / "docs").rglob("*.md"))]
 SET_UP = ("python3 -m venv", "pip install", "pytest")  # .ci/run runs these in a new environment
 # Commands that need a training set, a GPU or hours: only their options are checked.
 LONG = re.compile(r"underdraw train|python -m recipes|--preset|python benchmarks/card.py")
+# The training that docs/training.md describes runs in short; a later option replaces an earlier one.
+SHORT_TRAINING = {
+    "samples": ["--count", "4", "--batch", "2"],
+    "drafter": ["--seconds", "0.5", "--held-out", "1", "--depth", "2", "--batch", "2", "--evaluate-images", "2"],
+}
 OUTPUT_OPTIONS = ("-o", "--out", "--heatmap", "--compare-image", "--trace", "--sheet")
 
 
@@ -35,6 +41,10 @@ def commands(page: Path) -> list[str]:
     """The lines of a page's bash blocks, in order, without set-up and comments."""
     lines = [line.strip() for block in blocks(page, "bash") for line in block.splitlines()]
     return [line for line in lines if line and not line.startswith(("#", *SET_UP))]
+
+
+def is_long(command: str, page: Path) -> bool:
+    return page == RECIPE or (page != TRAINING and LONG.search(command) is not None)
 
 
 def page_name(page: Path) -> str:
@@ -75,10 +85,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(command: str, model: Path) -> str:
     """What a documented command prints, with a small model instead of the embedded one, which would take minutes."""
     words = shlex.split(command)
-    takes_model = words[1] in ("generate", "bench") or "--measure" in words
+    takes_model = words[1] in ("generate", "bench", "train") or "--measure" in words
     replaced = ["--model", str(model)] if takes_model and words[1:3] != ["bench", "engine"] else []
     if words[1] == "bench":
         replaced += ["--limit", "1"]
+    if words[1] == "train":
+        replaced += SHORT_TRAINING[words[2]]
     done = call(*words[1:], *replaced)
     assert done.code == 0, f"{command}: {done.err}"
     for option, value in itertools.pairwise(words):
@@ -102,13 +114,13 @@ def test_pages_have_commands() -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=page_name)
 def test_commands_of_a_page_run_in_order(page: Path, clone: Path, model: Path) -> None:
     for command in commands(page):
-        if command.startswith("underdraw ") and not LONG.search(command):
+        if command.startswith("underdraw ") and not is_long(command, page):
             assert run(command, model).strip(), command
 
 
-ALL_COMMANDS = sorted({command for page in PAGES for command in commands(page)})
-LONG_COMMANDS = [command for command in ALL_COMMANDS if LONG.search(command)]
-SCRIPTS = [command for command in ALL_COMMANDS if not command.startswith("underdraw ") and not LONG.search(command)]
+LONG_COMMANDS = sorted({command for page in PAGES for command in commands(page) if is_long(command, page)})
+SHORT_COMMANDS = sorted({command for page in PAGES for command in commands(page) if not is_long(command, page)})
+SCRIPTS = [command for command in SHORT_COMMANDS if not command.startswith("underdraw ")]
 
 
 @pytest.mark.parametrize("command", SCRIPTS)

@@ -38,6 +38,8 @@ def train(
     out: cli.Out,
     kind: cli.Kind = "eagle",
     layers: cli.Layers = 1,
+    ffn: cli.Ffn = 0,
+    kv_heads: cli.KvHeads = 0,
     depth: cli.Depth = 7,
     held_out: cli.HeldOut = 64,
     seconds: cli.Seconds = 300.0,
@@ -54,8 +56,9 @@ def train(
 ) -> None:
     """Train a drafter of the tiny model. The same command continues an interrupted run."""
     settings = DrafterOptions(
-        kind=kind, layers=layers, depth=depth, seconds=seconds, pause=pause, batch=batch, learning_rate=learning_rate,
-        report_every=report_every, evaluate_every=evaluate_every, evaluate_images=evaluate_images, seed=seed,
+        kind=kind, layers=layers, ffn=ffn, kv_heads=kv_heads, depth=depth, seconds=seconds, pause=pause, batch=batch,
+        learning_rate=learning_rate, report_every=report_every, evaluate_every=evaluate_every,
+        evaluate_images=evaluate_images, seed=seed,
     )  # fmt: skip
     cli.start_logging()
     data, images = Samples.load(samples), Pack(pack)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import toy
+import toy_models
 from commands import call
 from torch import Tensor
 
@@ -128,7 +128,7 @@ def test_bad_option_prints_one_line_and_writes_nothing(
 def test_drafter_for_another_target_is_refused(small_model: Path, samples: Path, tmp_path: Path) -> None:
     assert call(*options_for(small_model, samples, tmp_path / "drafter"), "--seconds", "0.1").code == 0
     with pytest.raises(CheckpointError, match="was trained for a target"):
-        load_drafter(tmp_path / "drafter", toy.target())
+        load_drafter(tmp_path / "drafter", toy_models.target())
 
 
 def test_other_sizes_in_the_same_folder_are_refused(small_model: Path, samples: Path, tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-import toy
+import toy_models
 from torch import Tensor
 
 from underdraw.layout import Layout
@@ -24,6 +24,8 @@ GUIDANCE = 2.0
 @dataclass
 class RecordingDrafter:
     """A drafter that records the logits of each level of the trees it grows."""
+
+    proposes: ClassVar[str] = "tree"
 
     drafter: Any
     records: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)  # steps of the roots, logits by level
@@ -58,16 +60,20 @@ class RecordingSession:
         self.session.commit(verified)
 
 
-@pytest.mark.parametrize("layout", [toy.PLAIN, toy.ROW_ENDS], ids=["plain", "row-ends"])
+@pytest.mark.parametrize("layout", [toy_models.PLAIN, toy_models.ROW_ENDS], ids=["plain", "row-ends"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle, two layers", "block"])
 @torch.no_grad()
 def test_loss_uses_the_logits_of_a_draft_session(kind: str, layout: Layout) -> None:
     torch.set_num_threads(1)
-    target = toy.target()
-    drafter: Any = toy.block(target) if kind == "block" else toy.eagle(target, above=True, layers=1 + ("two" in kind))
+    target = toy_models.target()
+    drafter: Any = (
+        toy_models.block(target)
+        if kind == "block"
+        else toy_models.eagle(target, above=True, layers=1 + ("two" in kind))
+    )
     recorder = RecordingDrafter(drafter)
-    prompts, depth = toy.prompts(4), 4
-    tokens, _, steps = toy.run(
+    prompts, depth = toy_models.prompts(4), 4
+    tokens, _, steps = toy_models.run_decode(
         target, recorder, Chain(depth), layout=layout, seeds=(3, 4, 5, 6), guidance=GUIDANCE, temperature=0.5,
         rows=prompts,
     )  # fmt: skip
@@ -91,12 +97,12 @@ def test_loss_uses_the_logits_of_a_draft_session(kind: str, layout: Layout) -> N
 def test_batch_reproduces_the_targets_logits() -> None:
     """At temperature 0 the target sampled the argmax of the logits that a batch computes again."""
     torch.set_num_threads(1)
-    target, prompts = toy.target(), toy.prompts(2)
-    tokens = toy.plain(target, seeds=(3, 4), guidance=GUIDANCE, temperature=0.0, rows=prompts)
-    batch = FeatureExtractor(target, toy.PLAIN).batch(prompts, tokens)
-    steps = torch.arange(toy.PLAIN.start, toy.PLAIN.stop).expand(2, -1)
+    target, prompts = toy_models.target(), toy_models.prompts(2)
+    tokens = toy_models.plain_tokens(target, seeds=(3, 4), guidance=GUIDANCE, temperature=0.0, rows=prompts)
+    batch = FeatureExtractor(target, toy_models.PLAIN).batch(prompts, tokens)
+    steps = torch.arange(toy_models.PLAIN.start, toy_models.PLAIN.stop).expand(2, -1)
     best = batch.target_logits(target.net, steps, torch.tensor(GUIDANCE)).argmax(-1)
-    assert torch.equal(toy.PLAIN.token_ids(best), tokens[:, toy.PLAIN.start : toy.PLAIN.stop])
+    assert torch.equal(toy_models.PLAIN.token_ids(best), tokens[:, toy_models.PLAIN.start : toy_models.PLAIN.stop])
 
 
 def test_cross_entropy_is_least_for_equal_logits() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-import toy
+import toy_models
 from commands import call
 
 from underdraw import Pipeline
@@ -61,7 +61,7 @@ def test_images_are_encoded(small_model: Path, tmp_path: Path) -> None:
 
 
 def test_codes_to_tokens_inverts_grid() -> None:
-    layout = toy.ROW_ENDS
+    layout = toy_models.ROW_ENDS
     codes = torch.randint(0, len(layout.codes), (3, layout.height, layout.width))
     assert torch.equal(layout.grid(codes_to_tokens(layout, codes)), codes)
 

@@ -1,4 +1,4 @@
-"""Networks written from their formulas for the tests, on plain dictionaries of tensors. They share nothing with src."""
+"""Independent implementations of networks for parity tests, on plain state dicts. They share no code with src."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def swish(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
 
-def normed(x: Tensor, state: State, name: str) -> Tensor:
+def group_norm(x: Tensor, state: State, name: str) -> Tensor:
     """Group norm with 32 groups, written out."""
     batch, channels, height, width = x.shape
     groups = x.reshape(batch, 32, -1)
@@ -33,16 +33,16 @@ def conv(x: Tensor, state: State, name: str, **options: int) -> Tensor:
 
 
 def residual(x: Tensor, state: State, name: str) -> Tensor:
-    hidden = conv(swish(normed(x, state, f"{name}.norm1")), state, f"{name}.conv1", padding=1)
-    hidden = conv(swish(normed(hidden, state, f"{name}.norm2")), state, f"{name}.conv2", padding=1)
+    hidden = conv(swish(group_norm(x, state, f"{name}.norm1")), state, f"{name}.conv1", padding=1)
+    hidden = conv(swish(group_norm(hidden, state, f"{name}.norm2")), state, f"{name}.conv2", padding=1)
     if f"{name}.nin_shortcut.weight" in state:
         x = conv(x, state, f"{name}.nin_shortcut")
     return x + hidden
 
 
 def attention(x: Tensor, state: State, name: str) -> Tensor:
-    normal = normed(x, state, f"{name}.norm")
-    q, k, v = (conv(normal, state, f"{name}.{part}").flatten(2) for part in "qkv")  # (B, C, L)
+    normed = group_norm(x, state, f"{name}.norm")
+    q, k, v = (conv(normed, state, f"{name}.{part}").flatten(2) for part in "qkv")  # (B, C, L)
     weights = torch.einsum("bci,bcj->bij", q, k) / math.sqrt(q.shape[1])
     mixed = torch.einsum("bij,bcj->bci", weights.softmax(-1), v).reshape(x.shape)
     return x + conv(mixed, state, f"{name}.proj_out")
@@ -83,13 +83,13 @@ def vq_cells(state: State, pixels: Tensor, kind: str) -> Tensor:
             x = conv(padded, state, f"encoder.{down}.{index}.downsample.conv", stride=2)
         index += 1
     x = middle(x, state, "encoder.mid", mid)
-    x = conv(swish(normed(x, state, "encoder.norm_out")), state, "encoder.conv_out", padding=1)
+    x = conv(swish(group_norm(x, state, "encoder.norm_out")), state, "encoder.conv_out", padding=1)
     return conv(x, state, "quant_conv")
 
 
 def vq_encode(state: State, pixels: Tensor, kind: str) -> Tensor:
     cells, book = vq_cells(state, pixels, kind).permute(0, 2, 3, 1), state["quantize.embedding.weight"]
-    if kind == "llamagen":  # both on the unit sphere
+    if kind == "llamagen":  # both at length 1
         cells, book = cells / cells.norm(dim=-1, keepdim=True), book / book.norm(dim=-1, keepdim=True)
     return (cells[..., None, :] - book).pow(2).sum(-1).argmin(-1)
 
@@ -108,7 +108,7 @@ def vq_decode(state: State, codes: Tensor, kind: str) -> Tensor:
         if f"decoder.{up}.{index}.upsample.conv.weight" in state:
             x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
             x = conv(x, state, f"decoder.{up}.{index}.upsample.conv", padding=1)
-    return conv(swish(normed(x, state, "decoder.norm_out")), state, "decoder.conv_out", padding=1)
+    return conv(swish(group_norm(x, state, "decoder.norm_out")), state, "decoder.conv_out", padding=1)
 
 
 # LlamaGen, from a state dict of its authors' format
@@ -132,13 +132,13 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def llamagen_hidden(
     state: State, x: Tensor, table: Tensor, heads: int, visible: Tensor, eps: float = 1e-5
 ) -> list[Tensor]:
-    """Hidden states (L, D) after every layer, and after the final norm; visible (L, L) is what a row may look at."""
-    found, layer = [], 0
+    """Hidden states (L, D) after every layer, and after the final norm; visible (L, L) masks what a row attends to."""
+    hidden_states, layer = [], 0
     length, dim = x.shape
     while f"layers.{layer}.attention.wo.weight" in state:
         name = f"layers.{layer}"
-        normal = rms(x, state[f"{name}.attention_norm.weight"], eps)
-        q, k, v = (normal @ state[f"{name}.attention.wqkv.weight"].T).reshape(length, 3, heads, -1).unbind(1)
+        normed = rms(x, state[f"{name}.attention_norm.weight"], eps)
+        q, k, v = (normed @ state[f"{name}.attention.wqkv.weight"].T).reshape(length, 3, heads, -1).unbind(1)
         q, k = (
             torch.view_as_real(torch.view_as_complex(part.reshape(length, heads, -1, 2)) * table[:length, None])
             .flatten(2)
@@ -148,12 +148,12 @@ def llamagen_hidden(
         weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
         mixed = torch.einsum("hij,jhd->ihd", weights, v).reshape(length, dim)
         x = x + mixed @ state[f"{name}.attention.wo.weight"].T
-        normal = rms(x, state[f"{name}.ffn_norm.weight"], eps)
-        gate, up = (normal @ state[f"{name}.feed_forward.{part}.weight"].T for part in ("w1", "w3"))
+        normed = rms(x, state[f"{name}.ffn_norm.weight"], eps)
+        gate, up = (normed @ state[f"{name}.feed_forward.{part}.weight"].T for part in ("w1", "w3"))
         x = x + (swish(gate) * up) @ state[f"{name}.feed_forward.w2.weight"].T
-        found.append(x)
+        hidden_states.append(x)
         layer += 1
-    return [*found, rms(x, state["norm.weight"], eps)]
+    return [*hidden_states, rms(x, state["norm.weight"], eps)]
 
 
 def llamagen_prefix(state: State, features: Tensor) -> Tensor:

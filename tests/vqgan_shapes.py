@@ -1,4 +1,4 @@
-"""Names and shapes of published VQGAN files, written out from their description."""
+"""Tensor names and shapes of published VQGAN files, written independently of src."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def vqgan_shapes(
     kind: str, widths: tuple[int, ...], codes: int, dim: int, latent: int, blocks: int = 2
 ) -> Iterable[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the files vqgan.ckpt ("chameleon") and vq_ds16_*.pt ("llamagen")."""
-    old = kind == "chameleon"
-    down, up, block = ("down", "up", "block") if old else ("conv_blocks", "conv_blocks", "res")
-    mid = ("block_1", "attn_1", "block_2") if old else ("0", "1", "2")
+    is_chameleon = kind == "chameleon"
+    down, up, block = ("down", "up", "block") if is_chameleon else ("conv_blocks", "conv_blocks", "res")
+    mid = ("block_1", "attn_1", "block_2") if is_chameleon else ("0", "1", "2")
     last = len(widths) - 1
     for side, outer in (("encoder", down), ("decoder", up)):
         yield from _conv(f"{side}.conv_in", *((widths[0], 3) if side == "encoder" else (widths[-1], latent)))
         for index, width in enumerate(widths):
             encoder = side == "encoder"
             inputs = widths[max(0, index - 1)] if encoder else widths[min(last, index + 1)]
-            name = f"{side}.{outer}.{index if encoder or old else last - index}"
+            name = f"{side}.{outer}.{index if encoder or is_chameleon else last - index}"
             for part in range(blocks + (not encoder)):
                 yield from _block(f"{name}.{block}.{part}", inputs if part == 0 else width, width)
-                if index == last and not old:
+                if index == last and not is_chameleon:
                     yield from _attention(f"{name}.attn.{part}", width)
             if encoder and index < last:
                 yield from _conv(f"{name}.downsample.conv", width, width)
@@ -60,7 +60,7 @@ def vqgan_shapes(
         yield f"{side}.norm_out.bias", (end,)
         yield from _conv(f"{side}.conv_out", *((latent, end) if side == "encoder" else (3, end)))
     yield "quantize.embedding.weight", (codes, dim)
-    if not old:
+    if not is_chameleon:
         yield "quantize.codebook_used", (65536,)
     yield from _conv("quant_conv", dim, latent, 1)
     yield from _conv("post_quant_conv", latent, dim, 1)

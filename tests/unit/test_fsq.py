@@ -1,4 +1,4 @@
-"""The image tokenizer: its codes, its shapes, its size, and that a picture's far side does not change its codes."""
+"""The FSQ image tokenizer: codes, shapes, size, and codes that depend only on their surroundings."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def tokenizer() -> FSQTokenizer:
     return FSQTokenizer(SMOKE_ARCH).eval()
 
 
-def parameters(module: torch.nn.Module) -> int:
+def count_parameters(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def test_shipped_size_stays_small() -> None:
     model = FSQTokenizer(FSQArch())
-    assert parameters(model.decoder) <= 8.5e6
-    assert parameters(model.encoder) <= 6e6
+    assert count_parameters(model.decoder) <= 8.5e6
+    assert count_parameters(model.encoder) <= 6e6
     assert model.arch.codes == 4096 and model.downsample == 8
 
 
 @pytest.mark.parametrize("levels", [(8, 8, 8, 8), (5, 3), (2, 7, 4)])
-def test_every_code_survives_its_own_cell(levels: tuple[int, ...]) -> None:
+def test_every_code_is_recovered_from_its_cell(levels: tuple[int, ...]) -> None:
     quantizer = FiniteScalarQuantizer(levels)
     codes = torch.arange(len(quantizer.codebook)).view(1, 1, -1)
     latents = torch.atanh(quantizer.lookup(codes) * 0.999)  # (1, D, 1, K)
@@ -55,18 +55,19 @@ def test_encode_and_decode_shapes(tokenizer: FSQTokenizer) -> None:
 
 def test_forward_agrees_with_encode_then_decode(tokenizer: FSQTokenizer) -> None:
     pixels = torch.rand(1, 3, 32, 32) * 2 - 1
-    made = tokenizer(pixels)
-    assert torch.equal(made.codes, tokenizer.encode(pixels))
-    assert torch.allclose(made.pixels.clamp(-1, 1), tokenizer.decode(made.codes), atol=1e-5)
+    reconstruction = tokenizer(pixels)
+    assert torch.equal(reconstruction.codes, tokenizer.encode(pixels))
+    decoded = tokenizer.decode(reconstruction.codes)
+    assert torch.allclose(reconstruction.pixels.clamp(-1, 1), decoded, atol=1e-5)
 
 
-def test_gradients_pass_the_rounding(tokenizer: FSQTokenizer) -> None:
+def test_gradients_pass_through_the_rounding(tokenizer: FSQTokenizer) -> None:
     tokenizer(torch.rand(1, 3, 32, 32)).pixels.square().mean().backward()
-    first = tokenizer.encoder[0].weight.grad
-    assert first is not None and first.abs().sum() > 0
+    gradient = tokenizer.encoder[0].weight.grad
+    assert gradient is not None and gradient.abs().sum() > 0
 
 
-def test_odd_sizes_are_refused(tokenizer: FSQTokenizer) -> None:
+def test_images_of_odd_sizes_are_refused(tokenizer: FSQTokenizer) -> None:
     with pytest.raises(ConfigError, match="96x192"):
         tokenizer.encode(torch.zeros(1, 3, 100, 192))
 
@@ -76,7 +77,7 @@ def test_cell_norm_keeps_codes_local(norm: str, local: bool) -> None:
     torch.manual_seed(0)
     model = FSQTokenizer(dataclasses.replace(SMOKE_ARCH, encoder_norm=norm))
     with torch.no_grad():
-        for parameter in model.parameters():  # blocks start as the identity; shake them awake
+        for parameter in model.parameters():  # blocks are the identity until trained
             parameter.add_(0.05 * torch.randn_like(parameter))
         pixels = torch.rand(1, 3, 160, 160) * 2 - 1
         changed = pixels.clone()
@@ -86,7 +87,7 @@ def test_cell_norm_keeps_codes_local(norm: str, local: bool) -> None:
     assert torch.allclose(before[..., 15:, 15:], after[..., 15:, 15:], atol=1e-5) is local
 
 
-def test_arch_survives_json() -> None:
+def test_arch_round_trip_through_json() -> None:
     arch = FSQArch(levels=(8, 5, 5, 5), encoder_norm="group")
     assert FSQArch(**json.loads(json.dumps(dataclasses.asdict(arch)))) == arch
 
@@ -103,10 +104,10 @@ def test_checkpoint_round_trip(tokenizer: FSQTokenizer, tmp_path) -> None:
     assert progress == {"step": 7, "seconds": 1.5} and loaded.arch == tokenizer.arch
     for name, value in tokenizer.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value.bfloat16().float()), name
-    assert [file.name for file in path.iterdir()] == ["model-0.safetensors"]  # no half-written file is left
+    assert [file.name for file in path.iterdir()] == ["model-0.safetensors"]  # and no temporary file
 
 
-def test_wrong_checkpoints_are_refused(tmp_path) -> None:
+def test_damaged_and_other_checkpoints_are_refused(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="holds no weights"):
         load_tokenizer(tmp_path / "missing")
     (tmp_path / "model-0.safetensors").write_bytes(b"not a checkpoint at all")

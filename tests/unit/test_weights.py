@@ -1,4 +1,4 @@
-"""Weights on disk: 8-bit rows, shards, and files that are not what they should be."""
+"""Weights on disk: int8 rows, shards, and incomplete files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from underdraw.errors import CheckpointError
-from underdraw.nn import weights as storage
-from underdraw.nn.weights import dequantise, load_weights, quantise, save_weights
+from underdraw.nn import weights
+from underdraw.nn.weights import dequantize_rows, load_weights, quantize_rows, save_weights
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -22,25 +22,25 @@ def state() -> dict[str, torch.Tensor]:
     }
 
 
-def test_rounding_is_by_row() -> None:
-    """Every row keeps its own scale: the error is at most half a 127th of the row's largest value."""
+def test_every_row_has_its_own_scale() -> None:
+    """The error is at most half a 127th of the row's largest value."""
     weight = state()["matrix"]
-    error = (dequantise(*quantise(weight)) - weight).abs().amax(1)
+    error = (dequantize_rows(*quantize_rows(weight)) - weight).abs().amax(1)
     assert (error <= weight.abs().amax(1) / 254 * 1.001).all()
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_int8_round_trip(tmp_path: Path) -> None:
     save_weights(tmp_path, state(), {"kind": "test", "size": [1, 2]}, "int8")
     loaded, about = load_weights(tmp_path)
     assert about == {"kind": "test", "size": [1, 2]}
     for name, value in state().items():
-        quantised = name in ("matrix", "kernel")
-        expected = dequantise(*quantise(value)) if quantised else value.bfloat16().float()
+        is_int8 = name in ("matrix", "kernel")
+        expected = dequantize_rows(*quantize_rows(value)) if is_int8 else value.bfloat16().float()
         assert torch.equal(loaded[name], expected), name
 
 
-def test_shards_are_small_and_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "SHARD", 6000)
+def test_a_missing_shard_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "SHARD_BYTES", 6000)
     paths = save_weights(tmp_path, state(), {}, "bf16")
     assert len(paths) > 1
     assert set(load_weights(tmp_path)[0]) == set(state())
@@ -49,10 +49,10 @@ def test_shards_are_small_and_complete(tmp_path: Path, monkeypatch: pytest.Monke
         load_weights(tmp_path)
 
 
-def test_fewer_shards_replace_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "SHARD", 6000)
+def test_saving_removes_the_shards_of_an_earlier_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "SHARD_BYTES", 6000)
     save_weights(tmp_path, state(), {}, "bf16")
-    monkeypatch.setattr(storage, "SHARD", 10**9)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 10**9)
     save_weights(tmp_path, state(), {"second": True}, "bf16")
     assert [path.name for path in tmp_path.iterdir()] == ["model-0.safetensors"]
     assert load_weights(tmp_path)[1] == {"second": True}

@@ -1,1 +1,1 @@
-"""."""
+"""Triton kernels and their launchers on tensors. Importing one of these modules needs triton."""

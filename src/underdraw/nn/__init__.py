@@ -1,1 +1,1 @@
-"""Networks: one decoder for every family, its cache and attention, and image tokenizers."""
+"""The decoder of every family: layers, RoPE, attention, KV cache, row-invariant GEMMs and weights on disk."""

@@ -1,7 +1,7 @@
-"""Weights on disk: safetensors files of a limited size, matrices in 8 bits per row where that is asked for.
+"""Weights on disk: sharded safetensors files in bfloat16, large matrices optionally in int8 with a scale per row.
 
-A quantised matrix `name` is stored as int8 with `name.scale`, one float per row; everything else is bfloat16. The
-metadata of the first file says what the weights are.
+An int8 matrix `name` is stored with `name.scale`, one float32 per row. The metadata of every shard holds an `about`
+dictionary, which describes the weights, and the number of shards.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from torch import Tensor
 
 from underdraw.errors import CheckpointError
 
-SHARD = 15 * 2**20  # bytes a file
-SCALE = ".scale"
+SHARD_BYTES = 15 * 2**20
+SCALE = ".scale"  # ends the names of the scales of int8 matrices
+_MIN_INT8_VALUES = 4096  # smaller tensors stay in bfloat16
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Int8 values and a float32 scale per row (first dimension), by rounding to nearest."""
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Int8 values, rounded to nearest, and a float32 scale per row (first dimension)."""
     rows = weight.detach().float().flatten(1)
     scale = rows.abs().amax(1).clamp(min=1e-12) / 127
     return (rows / scale[:, None]).round().to(torch.int8).view(weight.shape), scale
 
 
-def dequantise(values: Tensor, scale: Tensor) -> Tensor:
+def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
+    """The float32 weight of `quantize_rows`."""
     return values.float() * scale.view(-1, *[1] * (values.ndim - 1))
 
 
@@ -39,29 +41,17 @@ def save_weights(
     about: Mapping[str, Any],
     precision: Literal["bf16", "int8"] = "bf16",
 ) -> list[Path]:
-    """Write `state` as model-I.safetensors files into a folder; the last rename makes the whole set visible."""
+    """Write a state dict as model-I.safetensors files into a folder, replacing older ones; return their paths.
+
+    Shards get their names only when all are written, the first last, so that a folder never looks complete too early.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if precision == "int8" and value.ndim >= 2 and value.numel() >= 4096:
-            tensors[name], tensors[name + SCALE] = (part.cpu().contiguous() for part in quantise(value))
-        else:
-            tensors[name] = value.detach().to("cpu", torch.bfloat16).contiguous()
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, value in tensors.items():
-        if size + value.nbytes > SHARD and shards[-1]:
-            shards.append({})
-            size = 0
-        shards[-1][name] = value
-        size += value.nbytes
-    paths = []
-    for index, shard in enumerate(shards):
-        path = folder / f"model-{index}.safetensors"
-        metadata = {"about": json.dumps(dict(about)), "shards": str(len(shards))}
+    shards = _shard(_to_stored(state, precision))
+    metadata = {"about": json.dumps(dict(about)), "shards": str(len(shards))}
+    paths = [folder / f"model-{index}.safetensors" for index in range(len(shards))]
+    for path, shard in zip(paths, shards, strict=True):
         save_file(shard, path.with_suffix(".part"), metadata=metadata)
-        paths.append(path)
     for path in reversed(paths):
         path.with_suffix(".part").replace(path)
     for path in folder.glob("model-*.safetensors"):
@@ -70,13 +60,37 @@ def save_weights(
     return paths
 
 
+def _to_stored(state: Mapping[str, Tensor], precision: Literal["bf16", "int8"]) -> dict[str, Tensor]:
+    """The tensors of a state dict as they are stored."""
+    stored: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if precision == "int8" and value.ndim >= 2 and value.numel() >= _MIN_INT8_VALUES:
+            stored[name], stored[name + SCALE] = (part.cpu().contiguous() for part in quantize_rows(value))
+        else:
+            stored[name] = value.detach().to("cpu", torch.bfloat16).contiguous()
+    return stored
+
+
+def _shard(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Tensors in order, in as few shards of at most SHARD_BYTES as that takes; a larger tensor has its own."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, value in tensors.items():
+        if size + value.nbytes > SHARD_BYTES and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][name] = value
+        size += value.nbytes
+    return shards
+
+
 def load_weights(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Float32 weights and what is known about them."""
+    """Read the weights of a folder in float32, and their `about` dictionary."""
     folder = Path(folder)
     first = folder / "model-0.safetensors"
     if not first.exists():
         raise CheckpointError(
-            f"{folder} holds no weights (there is no model-0.safetensors); give the folder that training wrote."
+            f"{folder} holds no weights (there is no model-0.safetensors); pass the folder that training wrote."
         )
     state: dict[str, Tensor] = {}
     try:
@@ -88,10 +102,10 @@ def load_weights(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
                 state.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise CheckpointError(
-            f"the weights in {folder} are damaged or incomplete ({error}); fetch or write them again."
+            f"the weights in {folder} are damaged or incomplete ({error}); download or write them again."
         ) from error
     scales = {name: state.pop(name) for name in list(state) if name.endswith(SCALE)}
     return {
-        name: dequantise(value, scales[name + SCALE]) if name + SCALE in scales else value.float()
+        name: dequantize_rows(value, scales[name + SCALE]) if name + SCALE in scales else value.float()
         for name, value in state.items()
     }, about

@@ -1,1 +1,1 @@
-"""."""
+"""Image tokenizers (FSQ, VQGAN, MoVQ) and the text tokenizer of the tiny family."""

@@ -105,12 +105,11 @@ def build(out: str | Path, cache: str | Path, config: BuildConfig, *, workers: i
 def _render(config: BuildConfig, raw: RawPicture) -> tuple[Picture, bytes] | None:
     image = render(raw, config.px)
     if image is None:
-        log.warning("%s is empty and is left out", raw.key)
+        log.warning("%s is empty and is left out", raw.picture.key)
         return None
     buffer = io.BytesIO()
     image.save(buffer, "WEBP", quality=config.quality, alpha_quality=config.alpha_quality, method=6)
-    picture = Picture(raw.key, raw.kind, raw.style, raw.group, raw.phrase, raw.subject, raw.flippable)
-    return picture, buffer.getvalue()
+    return raw.picture, buffer.getvalue()
 
 
 def summary(rows: Iterable[Picture]) -> str:

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.tiny.data import stable_hash
+from recipes.tiny.data import Picture, stable_hash
 from recipes.tiny.raw import RawPicture
 from recipes.tiny.sources import deb_members, fetch
 from underdraw.errors import UnsupportedError
@@ -87,7 +87,7 @@ def portraits(style: str, cache: Path, count: int) -> Iterator[RawPicture]:
         output = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
     for line in output.splitlines():
         avatar = json.loads(line)
-        yield RawPicture(
+        picture = Picture(
             key=f"{style}/{avatar['seed']:04d}",
             kind="portrait",
             style=style,
@@ -95,30 +95,29 @@ def portraits(style: str, cache: Path, count: int) -> Iterator[RawPicture]:
             phrase=portrait_phrase(style, avatar["extra"]),
             subject=f"portrait {style} {avatar['seed']}",
             flippable=True,
-            form="svg",
-            payload=avatar["svg"].encode(),
         )
+        yield RawPicture(picture, "svg", avatar["svg"].encode())
 
 
-def portrait_phrase(style: str, drawn: dict[str, str]) -> str:
+def portrait_phrase(style: str, attributes: dict[str, str]) -> str:
     """The attributes of a portrait as 'a person with tan skin, black short hair, glasses and a red shirt'."""
-    skin = _brightness(drawn.get("skinColor") or drawn["baseColor"])
+    skin = _brightness(attributes.get("skinColor") or attributes["baseColor"])
     tone = ("dark", "brown", "tan", "light")[sum(skin > limit for limit in (290, 420, 560))]
-    parts = [f"{tone} skin", _hair(style, drawn)]
+    parts = [f"{tone} skin", _hair(style, attributes)]
     for attribute in ("accessories", "glasses", "facialHair", "beard", "mask", "earrings"):
-        extra = _EXTRAS.get(_words(drawn.get(attribute, "")))
+        extra = _EXTRAS.get(_words(attributes.get(attribute, "")))
         if extra:
             parts.append(extra)
             break  # one keeps the caption short
-    clothes = drawn.get("clothingColor") or drawn.get("clothesColor") or drawn.get("shirtColor")
+    clothes = attributes.get("clothingColor") or attributes.get("clothesColor") or attributes.get("shirtColor")
     if clothes:
         parts.append(f"a {_nearest(clothes, _CLOTHES_COLOURS)} shirt")
     return "a person with " + ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
-def _hair(style: str, drawn: dict[str, str]) -> str:
+def _hair(style: str, attributes: dict[str, str]) -> str:
     doodle = style == "open-peeps"
-    name = _words(drawn.get("head" if doodle else "hair", ""))
+    name = _words(attributes.get("head" if doodle else "hair", ""))
     if name in ("no hair", "mr clean"):
         return "a bald head"
     name = _HAIR_NAMES.get(name, name)
@@ -127,7 +126,7 @@ def _hair(style: str, drawn: dict[str, str]) -> str:
     if doodle:  # line drawings have black hair, unless the name says gray
         colour = "" if name.startswith("gray") else "black "
     else:
-        colour = _nearest(drawn["hairColor"], _HAIR_COLOURS) + " "
+        colour = _nearest(attributes["hairColor"], _HAIR_COLOURS) + " "
     return f"{colour}{name}" + ("" if re.search(r"hair|cut$|quiff|mohawk|pompadour|bun|bob|braids", name) else " hair")
 
 
@@ -164,7 +163,7 @@ def groceries(cache: Path, per_class: int) -> Iterator[RawPicture]:
     for (coarse, fine), indices in sorted(by_class.items()):
         name = _fruit(coarse, fine)
         for index in sorted(indices, key=lambda index: stable_hash(f"grocery {index}"))[:per_class]:
-            yield RawPicture(
+            picture = Picture(
                 key=f"groceries/{index:05d}",
                 kind="photo",
                 style="groceries",
@@ -172,9 +171,8 @@ def groceries(cache: Path, per_class: int) -> Iterator[RawPicture]:
                 phrase=f"{name} in a grocery store",
                 subject=f"grocery {index}",
                 flippable=True,
-                form="crop",
-                payload=table[index]["image_data"],
             )
+            yield RawPicture(picture, "crop", table[index]["image_data"])
 
 
 def _fruit(coarse: str, fine: str) -> str:
@@ -201,7 +199,7 @@ def landscapes(cache: Path) -> Iterator[RawPicture]:
             continue
         is_mars = scene == "canyon" and re.fullmatch(r"0\d", number)
         for side, position in (("left", 0.0), ("right", 1.0)):
-            yield RawPicture(
+            picture = Picture(
                 key=f"landscape/{scene}{number}-{side}",
                 kind="landscape",
                 style="landscape",
@@ -209,7 +207,5 @@ def landscapes(cache: Path) -> Iterator[RawPicture]:
                 phrase="the rocky surface of mars" if is_mars else _LANDSCAPES[scene],
                 subject=f"landscape {scene}{number}",
                 flippable=True,
-                form="crop",
-                payload=raw,
-                position=position,
             )
+            yield RawPicture(picture, "crop", raw, position)

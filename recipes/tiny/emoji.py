@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.tiny.data import stable_hash
+from recipes.tiny.data import Picture, stable_hash
 from recipes.tiny.raw import Form, RawPicture
 from recipes.tiny.sources import fetch, tar_members
 
@@ -191,7 +191,7 @@ def emoji_pictures(style: str, cache: Path, table: EmojiTable) -> Iterator[RawPi
         choices.sort(key=lambda drawing: drawing.variant.label)
         chosen = choices[stable_hash(f"{style} {key}") % len(choices)]
         emoji = chosen.variant.emoji
-        yield RawPicture(
+        picture = Picture(
             key=f"{style}/{_code(emoji.hexcode)}",
             kind="sprite",
             style=style,
@@ -199,10 +199,8 @@ def emoji_pictures(style: str, cache: Path, table: EmojiTable) -> Iterator[RawPi
             phrase=noun_phrase(chosen.variant.label),
             subject=f"emoji {emoji.subject}",
             flippable=not _ONE_SIDED.search(emoji.label),
-            form=form,
-            payload=chosen.payload,
-            position=1 / 3,
         )
+        yield RawPicture(picture, form, chosen.payload, 1 / 3)
 
 
 def _files_by_code(package: str, extension: str, cache: Path, table: EmojiTable) -> Iterator[Drawing]:

@@ -6,7 +6,7 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from recipes.tiny.data import Kind
+from recipes.tiny.data import Picture
 from underdraw.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -20,32 +20,26 @@ Form = Literal["svg", "raster", "frame", "crop"]
 class RawPicture:
     """A description and the bytes to render: an SVG, an image, a frame of an animation or a crop of a photograph."""
 
-    key: str
-    kind: Kind
-    style: str
-    group: str
-    phrase: str
-    subject: str
-    flippable: bool
+    picture: Picture
     form: Form
     payload: bytes
     position: float = 0.5  # from 0 to 1: of a frame in time, of a crop along the longer side
 
 
-def render(picture: RawPicture, px: int) -> Image.Image | None:
+def render(raw: RawPicture, px: int) -> Image.Image | None:
     """A square image of `px` pixels, RGB for photographs and RGBA for the rest; None if nothing is visible."""
     from PIL import Image
 
-    if picture.form == "svg":
-        image = Image.open(io.BytesIO(_rasterise(picture.payload, px))).convert("RGBA")
+    if raw.form == "svg":
+        image = Image.open(io.BytesIO(_rasterise(raw.payload, px))).convert("RGBA")
     else:
-        image = Image.open(io.BytesIO(picture.payload))
-        if picture.form == "frame":
-            image.seek(int(picture.position * getattr(image, "n_frames", 1)))
-        image = image.convert("RGB" if picture.form == "crop" else "RGBA")
-    if picture.form == "crop":
+        image = Image.open(io.BytesIO(raw.payload))
+        if raw.form == "frame":
+            image.seek(int(raw.position * getattr(image, "n_frames", 1)))
+        image = image.convert("RGB" if raw.form == "crop" else "RGBA")
+    if raw.form == "crop":
         side = min(image.size)
-        left = int((image.width - side) * picture.position)
+        left = int((image.width - side) * raw.position)
         top = (image.height - side) // 2
         return image.crop((left, top, left + side, top + side)).resize((px, px), Image.Resampling.LANCZOS)
     if image.getchannel("A").getextrema()[1] == 0:

@@ -224,13 +224,13 @@ def train_tokenizer(
     images = Pack(pack).every_nth(every_nth)
     model = initial_model(arch, out, init, seed)
     sizes = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (model.encoder, model.decoder)]
-    place = resolve_placement(device, "float32").device
-    log.info("encoder %.1f M, decoder %.1f M parameters; %d images on %s", *sizes, len(images), place)
-    painter = Painter(images, place, cell=model.downsample)
-    loss = LPIPS(lpips).to(place) if lpips is not None else None
+    torch_device = resolve_placement(device, "float32").device
+    log.info("encoder %.1f M, decoder %.1f M parameters; %d images on %s", *sizes, len(images), torch_device)
+    painter = Painter(images, torch_device, cell=model.downsample)
+    loss = LPIPS(lpips).to(torch_device) if lpips is not None else None
     evaluator = TokenizerEvaluator(images, painter, loss, SCENES, 16 if smoke else 256)
     composer = Composer(images, "train", SCENES, model.downsample)
-    is_compiled = compile == "on" or (compile == "auto" and place.type == "cuda")
+    is_compiled = compile == "on" or (compile == "auto" and torch_device.type == "cuda")
     trainer = TokenizerTrainer(model, composer, painter, loss, evaluator, settings, compiled=is_compiled)
     trainer.resume(out)
     trainer.train(out)

@@ -19,9 +19,8 @@ import typer
 from recipes.tiny.build import BuildConfig, collect
 from recipes.tiny.collect import PORTRAIT_STYLES
 from recipes.tiny.compose import COLOURS, plain_phrase
-from recipes.tiny.data import STYLES, is_held_out
+from recipes.tiny.data import STYLES, Picture, is_held_out
 from recipes.tiny.emoji import EMOJI_STYLES
-from recipes.tiny.raw import RawPicture
 from underdraw.cli.app import main
 from underdraw.io import atomic_write_json
 from underdraw.models.vocabulary import split_words
@@ -39,7 +38,7 @@ app = typer.Typer(add_completion=False)
 _SKIN_TONE = re.compile(r" with [a-z-]+ skin tone(?: and (.*))?")
 
 
-def vocabulary(pictures: Iterable[RawPicture]) -> dict[str, Any]:
+def vocabulary(pictures: Iterable[Picture]) -> dict[str, Any]:
     """The content of words.json: caption patterns, what fills them, and every word of a training caption."""
     phrases: dict[str, set[str]] = defaultdict(set)
     for picture in pictures:
@@ -76,7 +75,8 @@ def vocabulary_command(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="JSON", help="File to write.")],
 ) -> None:
     """Write the vocabulary of the training captions."""
-    content = vocabulary(collect(BuildConfig(drop=("fluent-3d-anim",)), cache))
+    config = BuildConfig(drop=("fluent-3d-anim",))
+    content = vocabulary(raw.picture for raw in collect(config, cache))
     atomic_write_json(out, content)
     print(f"{out}: {sum(map(len, content['subjects'].values()))} subjects, {len(content['words'])} words")
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import tarfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import run_script
 
+from recipes.tiny import build, vocabulary
 from recipes.tiny.collect import portrait_phrase
+from recipes.tiny.data import Pack, Picture
 from recipes.tiny.emoji import noun_phrase
 from recipes.tiny.lpips import ArrayUnpickler
 from recipes.tiny.raw import RawPicture, render
 from recipes.tiny.sources import PACKAGES, deb_members, fetch
 from underdraw.errors import CheckpointError, ConfigError
+
+PICTURE = Picture("noto/1", "sprite", "noto", "objects", "a thing", "emoji thing", True)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +66,7 @@ def test_photographs_are_cropped_and_images_padded() -> None:
         image.paste("red", (0, 0, 20, 20))
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
-        return RawPicture("k", "photo", "noto", "g", "p", "s", True, form, buffer.getvalue(), position)  # type: ignore[arg-type]
+        return RawPicture(PICTURE, form, buffer.getvalue(), position)  # type: ignore[arg-type]
 
     left, right = (render(raw("RGB", "crop", position), 8) for position in (0.0, 1.0))
     assert left is not None and right is not None and left.mode == "RGB"
@@ -68,7 +76,32 @@ def test_photographs_are_cropped_and_images_padded() -> None:
     assert wide.getpixel((1, 4))[:3] == (255, 0, 0) and wide.getpixel((1, 4))[3] > 200
     empty = io.BytesIO()
     Image.new("RGBA", (4, 4)).save(empty, "PNG")
-    assert render(RawPicture("k", "sprite", "noto", "g", "p", "s", True, "raster", empty.getvalue()), 8) is None
+    assert render(RawPicture(PICTURE, "raster", empty.getvalue()), 8) is None
+
+
+def test_build_renders_a_pack_and_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a few images instead of the packages; an empty one is left out."""
+    from PIL import Image
+
+    def collect(config: object, cache: Path) -> Iterator[RawPicture]:
+        for number, colour in enumerate(["red", "blue", (0, 0, 0, 0)]):
+            buffer = io.BytesIO()
+            Image.new("RGBA", (20, 20), colour).save(buffer, "PNG")
+            picture = replace(PICTURE, key=f"noto/{number}", phrase=f"a {colour} box", subject=f"emoji {colour}")
+            yield RawPicture(picture, "raster", buffer.getvalue())
+
+    monkeypatch.setattr(build, "collect", collect)
+    monkeypatch.setattr(vocabulary, "collect", collect)
+    done = run_script(build, "--out", tmp_path / "pack.bin", "--cache", tmp_path, "--px", 16)
+    assert done.code == 0, done.err
+    pack = Pack(tmp_path / "pack.bin")
+    assert pack.px == 16 and [picture.phrase for picture in pack.pictures] == ["a red box", "a blue box"]
+    assert (abs(pack.pixels([0])[0, 8, 8].astype(int) - (255, 0, 0, 255)) < 16).all()
+    assert "in all                2" in done.out and "Apache-2.0" in done.out
+    done = run_script(vocabulary, "--cache", tmp_path, "--out", tmp_path / "words.json")
+    assert done.code == 0, done.err
+    words = json.loads((tmp_path / "words.json").read_text())
+    assert {"box", "red", "background"} <= set(words["words"]) and "a red box" in words["subjects"]["objects"]
 
 
 def test_packages_are_pinned_and_checked(tmp_path: Path) -> None:

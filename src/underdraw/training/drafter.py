@@ -137,11 +137,11 @@ class DrafterTrainer(Trainer):
         """The net with EMA weights, in the model's dtype, as a pipeline would load it."""
         net = build_net(self.model.target, self.options.kind, self.sizes)
         net.load_state_dict({name: value.detach() for name, value in self.ema_parameters.items()}, strict=False)
-        place = self.model.placement
-        net = net.to(place.device, place.dtype).eval()
+        placement = self.model.placement
+        net = net.to(placement.device, placement.dtype).eval()
         for parameter in trained_parameters(net).values():
             parameter.requires_grad_(False)
-        if place.device.type == "cpu":
+        if placement.device.type == "cpu":
             to_input_major(net)
         return net
 

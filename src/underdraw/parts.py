@@ -60,7 +60,7 @@ class PipelineParts:
     def drafter(self, spec: str | Drafter) -> None:
         drafter = load_drafter_by_name(spec, self.model)
         verifier = self._build_verifier(self._verifier_spec, drafter.source)  # its table may come with the drafter
-        self._drafter, self._verifier, self._resolved_tree = drafter, verifier, None
+        self._drafter, self._verifier, self._resolved_tree = drafter, verifier, self._tree
 
     @property
     def drafter_name(self) -> str:
@@ -75,6 +75,7 @@ class PipelineParts:
 
     @tree.setter
     def tree(self, spec: str | TreePolicy) -> None:
+        _check_part("tree", spec, "plan")
         self._tree = autotune.build_tree(spec)  # None is auto
         self._resolved_tree = self._tree
         self.tree_name = spec if isinstance(spec, str) else policies.describe(spec)
@@ -85,6 +86,7 @@ class PipelineParts:
 
     @verifier.setter
     def verifier(self, spec: str | Verifier) -> None:
+        _check_part("verifier", spec, "verify")
         self._verifier = self._build_verifier(spec, self._drafter.source)
         self._verifier_spec = spec
         self.verifier_name = spec if isinstance(spec, str) else verifiers.describe(spec)
@@ -157,16 +159,21 @@ class PipelineParts:
             else:
                 module.to(place.device, place.dtype)
                 pack_weights(module)
-        self.graphs = graphs
+        self.graphs, self._resolved_tree = graphs, self._tree  # costs differ between devices
         if isinstance(self._verifier, Lantern) and self._verifier.neighbours is not None:
             neighbours = self._verifier.neighbours.to(place.device)
             self._verifier = dataclasses.replace(self._verifier, neighbours=neighbours)
         return self
 
-    def _choice(self) -> dict[str, str]:
+    def _choices(self) -> dict[str, str]:
         """Drafter, tree and verifier by names that `from_pretrained` can build; raises for objects without one."""
         autotune.build_tree(self.tree_name)
         verifiers.build(self.verifier_name)
         if self._drafter.source is None:
             drafters.build(self.drafter_name)
         return {"drafter": self.drafter_name, "tree": self.tree_name, "verifier": self.verifier_name}
+
+
+def _check_part(name: str, spec: object, method: str) -> None:
+    if not isinstance(spec, str) and not hasattr(spec, method):
+        raise ConfigError(f"a {name} must be a name or have a {method}() method, which {spec!r} lacks.")

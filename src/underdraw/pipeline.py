@@ -329,7 +329,12 @@ class Pipeline(PipelineParts):
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write the checkpoint's files and the names of drafter, tree and verifier into a new folder."""
-        return save_checkpoint(self.model, self._choice(), folder)
+        source = self._drafter.source
+        is_shipped = self.drafter_name in [path.name for path in self.model.drafter_folders]
+        drafter_folder = None if source is None or is_shipped else Path(source).expanduser()
+        if drafter_folder is not None and not drafter_folder.is_dir():
+            drafter_folder = None  # a hub id
+        return save_checkpoint(self.model, self._choices(), folder, drafter_folder)
 
     def push_to_hub(self, name: str, *, token: str | None = None, private: bool = False) -> str:
         """Upload what `save_pretrained` writes to the Hugging Face hub; returns the address."""

@@ -133,10 +133,10 @@ def resolve_seeds(seed: Seed, generator: Generator, images: int) -> list[int]:
     """One seed per image: seed + i, the listed ones, or random ones. A generator stands for its initial seed."""
     if seed is not None and generator is not None:
         raise ConfigError("both seed and generator were passed; use one of them.")
-    if isinstance(generator, torch.Generator):
-        seed = generator.initial_seed() % 2**62
-    elif generator is not None:
+    if isinstance(generator, Iterable):
         seed = [_initial_seed(item) for item in generator]
+    elif generator is not None:
+        seed = _initial_seed(generator)
     if seed is None:
         seed = secrets.randbelow(2**31)
     if isinstance(seed, Integral):

@@ -1,4 +1,4 @@
-"""The pipeline's call: diffusers' argument names, seeds, callbacks, interruption and kinds of output."""
+"""Calls of the pipeline: arguments, seeds, callbacks, interruption and output types."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import small_checkpoint
 import torch
 
 from underdraw import Pipeline, PipelineOutput
+from underdraw.drafters.forced import Forced
 from underdraw.errors import CapacityError, ConfigError, UnderdrawError
-from underdraw.history import StepResult
-from underdraw.policies.adjacency import Adjacency
-from underdraw.verifiers.exact import Exact
+from underdraw.history import History, StepResult
 
 
-def same(one: PipelineOutput, other: PipelineOutput) -> bool:
-    return [i.tobytes() for i in one.images] == [i.tobytes() for i in other.images]
+def images_equal(first: PipelineOutput[Any], second: PipelineOutput[Any]) -> bool:
+    return [image.tobytes() for image in first.images] == [image.tobytes() for image in second.images]
 
 
-def test_words_to_a_picture(small_model: Path) -> None:
+def test_text_to_image(small_model: Path) -> None:
     out = Pipeline.from_pretrained(small_model)("a red fox")
     assert isinstance(out, PipelineOutput) and out.complete
     assert out.images[0].size == (small_checkpoint.PIXELS, small_checkpoint.PIXELS)
@@ -31,35 +30,52 @@ def test_words_to_a_picture(small_model: Path) -> None:
     assert out.stats.seconds > 0 and math.isfinite(out.stats.mean_depth)
 
 
-def test_names_as_in_diffusers(pipe: Pipeline) -> None:
+def test_argument_names_of_diffusers(pipe: Pipeline) -> None:
     out = pipe(
-        prompt=["a red fox", "a house"], negative_prompt="blue", height=small_checkpoint.PIXELS,
+        prompt=["a red fox", "a house"],
+        negative_prompt="blue",
+        height=small_checkpoint.PIXELS,
         width=small_checkpoint.PIXELS,
-        guidance_scale=2.0, num_images_per_prompt=2, generator=torch.Generator().manual_seed(5), output_type="pil",
-        callback_on_step_end=lambda pipe, index, cell, known: known,
-    )  # fmt: skip
+        guidance_scale=2.0,
+        num_images_per_prompt=2,
+        generator=torch.Generator().manual_seed(5),
+        output_type="pil",
+        callback_on_step_end=lambda pipe, index, step, details: details,
+    )
     assert len(out.images) == 4 and out.prompts == ["a red fox", "a red fox", "a house", "a house"]
     assert out.seeds == [5, 6, 7, 8]
     without = pipe("a red fox", seed=5, guidance_scale=2.0)
-    assert without.images[0].tobytes() != out.images[0].tobytes()  # the negative prompt has an effect
+    assert without.images[0].tobytes() != out.images[0].tobytes(), "the negative prompt has an effect"
 
 
-def test_a_generator_stands_for_its_seed(pipe: Pipeline) -> None:
-    made = [torch.Generator().manual_seed(seed) for seed in (11, 3)]
-    assert same(pipe(["fox", "tree"], generator=made), pipe(["fox", "tree"], seed=[11, 3]))
-    assert same(pipe("fox", generator=made[0]), pipe("fox", seed=np.int64(11)))  # type: ignore[arg-type]
+def test_negative_prompts_per_prompt(pipe: Pipeline) -> None:
+    prompts, settings = ["a red fox", "a blue ghost"], {"guidance_scale": 2.0}
+    out = pipe(prompts, negative_prompt=["blue", "red"], num_images_per_prompt=2, seed=[1, 2, 3, 4], **settings)
+    for index, (prompt, negative) in enumerate(zip(prompts, ["blue", "red"], strict=True)):
+        expected = pipe(prompt, negative_prompt=negative, num_images_per_prompt=2, seed=1 + 2 * index, **settings)
+        assert [image.tobytes() for image in out.images[2 * index : 2 * index + 2]] == [
+            image.tobytes() for image in expected.images
+        ]
+    assert out.settings["negative_prompt"] == ["blue", "blue", "red", "red"]
+    assert '"negative_prompt": "red"' in out.metadata(3)["settings"]
 
 
-def test_without_a_seed_two_calls_differ(pipe: Pipeline) -> None:
+def test_generator_stands_for_its_seed(pipe: Pipeline) -> None:
+    generators = [torch.Generator().manual_seed(seed) for seed in (11, 3)]
+    assert images_equal(pipe(["fox", "tree"], generator=generators), pipe(["fox", "tree"], seed=[11, 3]))
+    assert images_equal(pipe("fox", generator=generators[0]), pipe("fox", seed=np.int64(11)))  # type: ignore[arg-type]
+
+
+def test_calls_without_seed_differ(pipe: Pipeline) -> None:
     first, second = pipe("fox"), pipe("fox")
-    assert first.seeds != second.seeds and not same(first, second)
-    assert same(first, pipe("fox", seed=first.seeds))
+    assert first.seeds != second.seeds and not images_equal(first, second)
+    assert images_equal(first, pipe("fox", seed=first.seeds))
 
 
-def test_kinds_of_output(pipe: Pipeline) -> None:
+def test_output_types(pipe: Pipeline) -> None:
     side = small_checkpoint.PIXELS
     pil, array, tensor, codes = (
-        pipe(["fox", "tree"], seed=1, output_type=kind).images  # type: ignore[arg-type]
+        pipe(["fox", "tree"], seed=1, output_type=kind).images  # type: ignore[call-overload]
         for kind in ("pil", "np", "pt", "codes")
     )
     assert array.shape == (2, side, side, 3) and tensor.shape == (2, 3, side, side) and codes.shape[1:] == (6, 6)
@@ -68,100 +84,114 @@ def test_kinds_of_output(pipe: Pipeline) -> None:
     assert codes.min() >= 0 and codes.max() < small_checkpoint.IMAGES.codes
 
 
-def test_callbacks_see_every_pass(pipe: Pipeline) -> None:
-    ours, seen = pipe, list[tuple[int, StepResult]]()
+def test_request_is_reusable(pipe: Pipeline) -> None:
+    """One validated request gives the image of a call, without speculation too, and its steps can be streamed."""
+    request = pipe.request("a red fox", seed=4, temperature=0.7)
+    out = pipe.generate(request)
+    assert images_equal(out, pipe("a red fox", seed=4, temperature=0.7))
+    assert images_equal(out, pipe.plain().generate(request))
+    assert out.settings == pipe.settings(request) and out.settings["temperature"] == 0.7
+    history = History(pipe.model.make_layout(request.size))
+    steps = list(pipe.stream(request, [history]))
+    assert history.tokens.tolist() == out.history.tokens.tolist() and len(steps) == out.stats.passes
+    assert pipe.decode_images([history])[0].tobytes() == out.images[0].tobytes()
 
-    def note(pipe: Pipeline, index: int, cell: int, known: dict[str, Any]) -> None:
-        assert pipe is ours and known["step"].start == cell and known["history"].passes == index + 1
-        seen.append((index, known["step"]))
 
-    out = pipe(["fox", "tree"], seed=1, callback_on_step_end=note)
-    assert len(seen) == sum(history.passes for history in out.histories)
+def test_drafter_of_one_call(pipe: Pipeline) -> None:
+    request = pipe.request("a red fox", seed=4)
+    out = pipe.generate(request, drafter=Forced())
+    assert out.stats.passes == small_checkpoint.TOKENS, "the drafter of this call proposes nothing"
+    assert pipe.generate(request).stats.passes < out.stats.passes
+
+
+def test_callback_sees_every_pass(pipe: Pipeline) -> None:
+    steps = list[StepResult]()
+
+    def record(caller: Pipeline, index: int, start: int, details: dict[str, Any]) -> None:
+        assert caller is pipe and details["step"].start == start and details["history"].passes == index + 1
+        steps.append(details["step"])
+
+    out = pipe(["fox", "tree"], seed=1, callback_on_step_end=record)
+    assert len(steps) == sum(history.passes for history in out.histories)
     for image, history in enumerate(out.histories):
-        tokens = [token for _, step in seen if step.sequence == image for token in step.tokens]
+        tokens = [token for step in steps if step.sequence == image for token in step.tokens]
         assert tokens == history.tokens[1:].tolist()
 
 
-def test_interruption(pipe: Pipeline) -> None:
-    def stop(pipe: Pipeline, index: int, cell: int, known: dict[str, Any]) -> None:
+def test_interrupt_ends_a_call_and_leaves_cells_white(pipe: Pipeline) -> None:
+    def stop(pipe: Pipeline, index: int, step: int, details: dict[str, Any]) -> None:
         if index == 4:
             pipe.interrupt()
 
-    whole = pipe("fox", seed=1)
+    complete = pipe("fox", seed=1)
     out = pipe("fox", seed=1, callback_on_step_end=stop)
     assert not out.complete and out.stats.passes == 5
-    drawn = out.history.grid("tokens") >= 0
-    assert 0 < drawn.sum() < small_checkpoint.SIDE**2
-    assert np.array_equal(out.history.grid("tokens")[drawn], whole.history.grid("tokens")[drawn])
-    assert np.asarray(out.images[0])[-1].min() == 255  # what is not drawn stays blank
-    assert same(pipe("fox", seed=1), whole)  # the next call is not interrupted
+    has_token = out.history.grid("tokens") >= 0
+    assert 0 < has_token.sum() < small_checkpoint.SIDE**2
+    assert np.array_equal(out.history.grid("tokens")[has_token], complete.history.grid("tokens")[has_token])
+    assert np.asarray(out.images[0])[-1].min() == 255
+    assert images_equal(pipe("fox", seed=1), complete), "the next call is not interrupted"
 
 
-def test_too_little_memory_is_one_sentence(pipe: Pipeline) -> None:
-    def full(pipe: Pipeline, index: int, cell: int, known: dict[str, Any]) -> None:
+def test_out_of_memory_is_a_capacity_error(pipe: Pipeline) -> None:
+    def fail(pipe: Pipeline, index: int, step: int, details: dict[str, Any]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot")
 
     with pytest.raises(CapacityError, match="2 images at once do not fit into the memory of cpu"):
-        pipe(["fox", "tree"], callback_on_step_end=full)
-
-
-def test_parts_can_be_set_any_time(pipe: Pipeline) -> None:
-    pipe.tree = "adjacency:init=both,nodes=16"
-    assert isinstance(pipe.tree, Adjacency) and pipe.tree.init == "both"
-    named = pipe("fox", seed=2)
-    pipe.tree = Adjacency(init="both", nodes=16)
-    assert named.history.depth.tolist() == pipe("fox", seed=2).history.depth.tolist()
-    pipe.verifier = "rejection"
-    assert not same(pipe("fox", seed=2), named)
-    pipe.verifier = "lantern:delta=0.2"
-    assert pipe("fox", seed=2).complete  # bound to the model's own codebook
-    pipe.verifier = Exact()
-    assert same(pipe("fox", seed=2), named)
-
-
-def test_another_type(pipe: Pipeline) -> None:
-    pipe.verifier = "lantern"
-    moved = pipe.to("cpu", "bfloat16")
-    assert moved is pipe and pipe.dtype == torch.bfloat16 and str(pipe.device) == "cpu"
-    assert pipe("fox", seed=1).complete
+        pipe(["fox", "tree"], callback_on_step_end=fail)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"prompt": []}, "list of prompts is empty"),
+        ({"prompt": None}, "must be text or a list of texts, not NoneType"),
+        ({"prompt": 3}, "must be text or a list of texts, not int"),
         ({"prompt": ""}, "is empty"),
         ({"prompt": ["fox", "  "]}, "is empty"),
         ({"prompt": [3]}, "must be text, not int"),
         ({"negative_prompt": 3}, "must be text or a list of texts, not int"),
+        ({"negative_prompt": ["red", 3]}, "must be text, not int"),
+        ({"negative_prompt": ["red", "blue"]}, "2 negative prompts were passed with 1 prompts"),
         ({"num_images_per_prompt": 0}, "at least 1"),
+        ({"num_images_per_prompt": 1.5}, "num_images_per_prompt 1.5 is not a whole number"),
         ({"seed": [1, 2]}, "2 seeds came with 1 images"),
         ({"seed": -1}, "seed -1"),
+        ({"seed": 1.5}, "seed 1.5 is not allowed; use a whole number"),
+        ({"seed": "7"}, "seed '7' is not allowed; use a whole number"),
         ({"seed": [0.5]}, "seed 0.5"),
         ({"seed": 1, "generator": torch.Generator()}, "use one of them"),
+        ({"generator": [3]}, "must be a torch.Generator or a list of them, not int"),
+        ({"generator": 3}, "must be a torch.Generator or a list of them, not int"),
         ({"output_type": "jpeg"}, "pil, np, pt or codes"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature 'hot' is not a number"),
         ({"guidance_scale": float("nan")}, "guidance"),
+        ({"guidance_scale": "7"}, "guidance '7' is not a number"),
         ({"top_p": 0}, "top_p"),
+        ({"top_k": 2.5}, "top_k 2.5 is not a whole number"),
         ({"height": 7}, "cannot generate 7x12"),
+        ({"num_inference_steps": 50}, "unknown option of a call 'num_inference_steps'"),
     ],
 )
-def test_bad_calls(pipe: Pipeline, arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_bad_arguments(pipe: Pipeline, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         pipe(**{"prompt": "fox", **arguments})
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"model": "no-such"}, "there is no model"),
-        ({"device": "gpu"}, "unknown device"),
-        ({"dtype": "int3"}, "unknown dtype"),
+        ({"device": "gpu"}, "unknown device 'gpu'"),
+        ({"dtype": "int3"}, "unknown dtype 'int3'"),
+        ({"dtype": "float32", "torch_dtype": torch.bfloat16}, "dtype float32 and torch_dtype torch.bfloat16 differ"),
+        ({"variant": "fp16"}, "unknown option of from_pretrained 'variant'"),
         ({"tree": "bush"}, "unknown policy"),
         ({"verifier": "maybe"}, "unknown verifier"),
         ({"drafter": "someone"}, "there is no drafter"),
     ],
 )
-def test_bad_parts(small_model: Path, arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(UnderdrawError, match=says):
+def test_bad_from_pretrained(small_model: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnderdrawError, match=message):
         Pipeline.from_pretrained(**{"model": small_model, **arguments})

@@ -1,4 +1,4 @@
-"""The model that comes with the package: it loads by its name, and keeps the promise."""
+"""The model that is part of the package: it loads by name, is small and decodes exactly."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def tiny() -> Pipeline:
     return Pipeline.from_pretrained()
 
 
-def begun(pipe: Pipeline, passes: int) -> list[int]:
-    """The first tokens of a picture: those of so many passes."""
+def first_tokens(pipe: Pipeline, passes: int) -> list[int]:
+    """The tokens of the first `passes` passes of an image."""
 
-    def stop(pipe: Pipeline, index: int, cell: int, known: dict[str, Any]) -> None:
+    def stop(pipe: Pipeline, index: int, step: int, details: dict[str, Any]) -> None:
         if index == passes - 1:
             pipe.interrupt()
 
@@ -29,20 +29,20 @@ def begun(pipe: Pipeline, passes: int) -> list[int]:
     return [int(token) for token in history.tokens if token >= 0]
 
 
-def test_it_loads_by_its_name(tiny: Pipeline) -> None:
+def test_loads_by_name(tiny: Pipeline) -> None:
     assert tiny.model.name == "tiny" and str(tiny.model.sizes[0]) == "192x192"
-    assert tiny.drafter_name == "jacobi"  # the fastest here
+    assert tiny.drafter_name == "jacobi"  # the fastest on a CPU
     assert [path.name for path in tiny.model.drafter_folders] == ["drafter-eagle"]
 
 
-def test_it_is_small() -> None:
+def test_size_of_its_files() -> None:
     files = [path for path in (Path(underdraw.__file__).parent / "assets" / "tiny").rglob("*") if path.is_file()]
     assert 30_000_000 < sum(path.stat().st_size for path in files) <= 48_000_000
 
 
 @pytest.mark.parametrize(("drafter", "tree"), [("auto", "auto"), ("drafter-eagle", "adjacency")])
-def test_same_seed_same_tokens_and_more_of_them(drafter: str, tree: str) -> None:
+def test_speculation_gives_the_same_tokens_in_fewer_passes(drafter: str, tree: str) -> None:
     pipe = Pipeline.from_pretrained(drafter=drafter, tree=tree)
-    fast, plain = begun(pipe, PASSES), begun(pipe.plain(), PASSES)
+    fast, plain = first_tokens(pipe, PASSES), first_tokens(pipe.plain(), PASSES)
     assert len(plain) == PASSES + 1 and fast[: len(plain)] == plain
     assert len(fast) > 2 * len(plain)

@@ -1,4 +1,4 @@
-"""save_pretrained and push_to_hub: what is written can be loaded, and nothing is written by halves."""
+"""save_pretrained and push_to_hub: a saved pipeline loads again, and a failed save leaves nothing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
 
 
-def test_round_trip(small_model: Path, tmp_path: Path) -> None:
+def test_saved_pipeline_loads_with_its_parts(small_model: Path, tmp_path: Path) -> None:
     pipe = Pipeline.from_pretrained(small_model, tree=Adjacency(init="both", nodes=16), verifier="lantern:delta=0.2")
     folder = pipe.save_pretrained(tmp_path / "deep" / "saved")
-    assert {path.name for path in tmp_path.joinpath("deep").iterdir()} == {"saved"}  # no leftovers
+    assert {path.name for path in tmp_path.joinpath("deep").iterdir()} == {"saved"}  # no temporary files
     again = Pipeline.from_pretrained(folder)
     assert again.tree == pipe.tree and again.verifier_name == "lantern:delta=0.2" and again.drafter_name == "drafter"
     assert again("fox", seed=1).images[0].tobytes() == pipe("fox", seed=1).images[0].tobytes()
@@ -31,7 +31,7 @@ def test_round_trip(small_model: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in twice.rglob("*")) == sorted(p.name for p in folder.rglob("*"))
 
 
-def test_a_drafter_from_elsewhere_comes_along(small_model: Path, tmp_path: Path) -> None:
+def test_drafter_from_another_folder_is_copied(small_model: Path, tmp_path: Path) -> None:
     bare = small_checkpoint.write(tmp_path / "bare", drafter=False)
     shutil.copytree(small_model / "drafter", tmp_path / "mine")
     pipe = Pipeline.from_pretrained(bare, drafter=str(tmp_path / "mine"), tree="chain:depth=2")
@@ -43,19 +43,19 @@ def test_a_drafter_from_elsewhere_comes_along(small_model: Path, tmp_path: Path)
 
 
 @dataclass(frozen=True)
-class Nameless:
+class UnregisteredPolicy:
     def plan(self, history: History, step: int) -> TreePlan:
         return TreePlan(1, 1, 1, 2)
 
 
-def test_what_cannot_be_loaded_again_is_not_saved(pipe: Pipeline, tmp_path: Path) -> None:
-    pipe.tree = Nameless()
-    with pytest.raises(UnderdrawError, match="nameless"):
+def test_part_without_a_name_is_not_saved(pipe: Pipeline, tmp_path: Path) -> None:
+    pipe.tree = UnregisteredPolicy()
+    with pytest.raises(UnderdrawError, match="unregisteredpolicy"):
         pipe.save_pretrained(tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_taken(pipe: Pipeline, tmp_path: Path) -> None:
+def test_folder_that_is_not_empty_is_refused(pipe: Pipeline, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("mine")
     for path in (tmp_path, tmp_path / "letter.txt"):
         with pytest.raises(UnderdrawError, match="not an empty folder"):
@@ -63,8 +63,8 @@ def test_a_folder_that_is_taken(pipe: Pipeline, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
 
-class Hub:
-    """What of huggingface_hub's HfApi is used, and a record of it."""
+class FakeHub:
+    """The methods of huggingface_hub's HfApi that are used; records their calls."""
 
     calls: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012
 
@@ -83,12 +83,12 @@ class Hub:
         return f"https://huggingface.co/{repo_id}/commit/0"
 
 
-def test_push_to_hub(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    Hub.calls.clear()
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+def test_push_to_hub_uploads_the_saved_folder(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeHub.calls.clear()
+    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
     pipe.tree = "chain:depth=2"
     assert pipe.push_to_hub("me/mine", token="t", private=True).startswith("https://huggingface.co/me/mine")
-    (_, token), (_, create), (_, upload) = Hub.calls
+    (_, token), (_, create), (_, upload) = FakeHub.calls
     assert token == {"token": "t"} and create == {"repo_id": "me/mine", "private": True, "exist_ok": True}
     assert {"config.json", "decoder/text.json", "drafter/model-0.safetensors", "underdraw.json"} <= upload["files"]
     assert upload["choice"] == {"drafter": "drafter", "tree": "chain:depth=2", "verifier": "exact"}

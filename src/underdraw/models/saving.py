@@ -13,10 +13,13 @@ from underdraw.models.family import LoadedModel
 from underdraw.models.loading import SAVED_CHOICES_FILE
 
 
-def save_checkpoint(model: LoadedModel, choice: dict[str, str], folder: str | Path) -> Path:
-    """Copy the model's files and write `choice` (drafter, tree, verifier) into a new folder.
+def save_checkpoint(
+    model: LoadedModel, choices: dict[str, str], folder: str | Path, drafter_folder: Path | None = None
+) -> Path:
+    """Copy the model's files and write `choices` (drafter, tree, verifier) into a new folder.
 
-    A drafter that is a folder elsewhere is copied into it. The folder appears complete or not at all.
+    `drafter_folder` is copied too, for a drafter that did not come with the model. The folder appears complete or not
+    at all.
     """
     folder = Path(folder)
     if model.path is None:
@@ -31,11 +34,10 @@ def save_checkpoint(model: LoadedModel, choice: dict[str, str], folder: str | Pa
         else:
             copy.mkdir()
             shutil.copy(model.path, copy)
-        drafter = Path(choice["drafter"])
-        if drafter.is_dir():
-            choice = {**choice, "drafter": f"drafter-{drafter.resolve().name}"}
-            shutil.copytree(drafter, copy / choice["drafter"])
-        (copy / SAVED_CHOICES_FILE).write_text(json.dumps(choice, indent=2) + "\n", encoding="utf-8")
+        if drafter_folder is not None:
+            choices = {**choices, "drafter": f"drafter-{drafter_folder.resolve().name}"}
+            shutil.copytree(drafter_folder, copy / choices["drafter"])
+        (copy / SAVED_CHOICES_FILE).write_text(json.dumps(choices, indent=2) + "\n", encoding="utf-8")
         if folder.exists():
             folder.rmdir()
         copy.replace(folder)

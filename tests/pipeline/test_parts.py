@@ -1,0 +1,168 @@
+"""Assigning drafter, tree, verifier and proposal; moving a pipeline; the `auto` tree."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_checkpoint
+import torch
+
+from underdraw import Pipeline
+from underdraw.drafters.eagle import Eagle
+from underdraw.drafters.jacobi import Jacobi
+from underdraw.errors import ConfigError, UnderdrawError
+from underdraw.policies.adjacency import Adjacency
+from underdraw.policies.cost import Cost
+from underdraw.policies.fixed import Chain
+from underdraw.verifiers.exact import Exact
+from underdraw.verifiers.lantern import Lantern
+
+
+def draw(pipe: Pipeline) -> bytes:
+    return pipe("fox", seed=2).images[0].tobytes()
+
+
+def test_tree_and_verifier_by_name_or_object(pipe: Pipeline) -> None:
+    pipe.tree = "adjacency:init=both,nodes=16"
+    assert isinstance(pipe.tree, Adjacency) and pipe.tree.init == "both"
+    out = pipe("fox", seed=2)
+    pipe.tree = Adjacency(init="both", nodes=16)
+    assert out.history.depth.tolist() == pipe("fox", seed=2).history.depth.tolist()
+    pipe.verifier = "rejection"
+    assert draw(pipe) != out.images[0].tobytes()
+    pipe.verifier = "lantern:delta=0.2"
+    assert pipe("fox", seed=2).complete, "LANTERN gets the neighbours of the model's codebook"
+    pipe.verifier = Exact()
+    assert draw(pipe) == out.images[0].tobytes()
+
+
+def test_drafter_by_name_or_object(pipe: Pipeline) -> None:
+    expected = draw(pipe)
+    assert isinstance(pipe.drafter, Eagle) and pipe.drafter_name == "drafter"
+    pipe.drafter = "jacobi:window=4"
+    assert pipe.drafter == Jacobi(window=4) and pipe.drafter_name == "jacobi:window=4"
+    assert draw(pipe) == expected
+    pipe.drafter = Jacobi(init="left")
+    assert pipe.drafter_name.startswith("jacobi:") and draw(pipe) == expected
+    pipe.drafter = "auto"
+    assert isinstance(pipe.drafter, Eagle) and draw(pipe) == expected
+
+
+def test_failed_assignment_changes_nothing(pipe: Pipeline) -> None:
+    before = repr(pipe), pipe.drafter, pipe.tree, pipe.verifier, pipe.proposal
+    for name, value in [
+        ("drafter", "someone"),
+        ("drafter", "jacobi:window=0"),
+        ("drafter", 3),
+        ("tree", "bush"),
+        ("tree", "chain:depth=-1"),
+        ("tree", 3),
+        ("verifier", "maybe"),
+        ("verifier", "lantern:delta=7"),
+        ("verifier", None),
+        ("proposal", "guess"),
+    ]:
+        with pytest.raises(UnderdrawError):
+            setattr(pipe, name, value)
+        assert (repr(pipe), pipe.drafter, pipe.tree, pipe.verifier, pipe.proposal) == before, (name, value)
+
+
+def test_repr_names_the_parts(pipe: Pipeline) -> None:
+    pipe.verifier = "rejection"
+    text = repr(pipe)
+    assert text.startswith("Pipeline(model=") and text.endswith("device='cpu', dtype='float32')")
+    assert "family='tiny', drafter='drafter', tree='chain:depth=2', verifier='rejection'" in text
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"torch_dtype": torch.bfloat16}, {"dtype": torch.bfloat16}])
+def test_dtype_of_from_pretrained(small_model: Path, options: dict[str, object]) -> None:
+    pipe = Pipeline.from_pretrained(small_model, **options)  # type: ignore[arg-type]
+    assert pipe.dtype == torch.bfloat16
+
+
+def test_equal_dtype_and_torch_dtype_are_accepted(small_model: Path) -> None:
+    assert Pipeline.from_pretrained(small_model, dtype="float32", torch_dtype=torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(torch.bfloat16,), ("cpu", torch.bfloat16), ("cpu", "bfloat16"), (torch.device("cpu"), torch.bfloat16)],
+)
+def test_to_changes_the_dtype(pipe: Pipeline, arguments: tuple[object, ...]) -> None:
+    pipe.verifier = "lantern"
+    assert pipe.to(*arguments) is pipe  # type: ignore[arg-type]
+    assert pipe.dtype == torch.bfloat16 and str(pipe.device) == "cpu"
+    assert pipe.components["drafter"].fc.weight.dtype == torch.bfloat16
+    assert pipe.verifier_name == "lantern" and pipe("fox", seed=1).complete
+
+
+def test_to_without_arguments_or_with_a_device_changes_nothing(pipe: Pipeline) -> None:
+    expected = draw(pipe)
+    assert draw(pipe.to("cpu")) == expected and draw(pipe.to()) == expected
+
+
+def test_to_with_two_dtypes(pipe: Pipeline) -> None:
+    with pytest.raises(ConfigError, match="two dtypes"):
+        pipe.to(torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def model_with_table(small_model: Path, tmp_path: Path) -> Path:
+    """A model whose drafter comes with a table of nearest codes that is not the codebook's."""
+    folder = tmp_path / "with-table"
+    shutil.copytree(small_model, folder)
+    codes = small_checkpoint.IMAGES.codes
+    table = np.stack([np.roll(np.arange(codes), -1 - code)[: codes - 1] for code in range(codes)])
+    np.save(folder / "drafter" / f"top_{codes - 1}_indices.npy", table)
+    return folder
+
+
+def test_published_lantern_table_survives_to(model_with_table: Path) -> None:
+    pipe = Pipeline.from_pretrained(model_with_table, verifier="lantern:k=5", tree="chain:depth=2")
+    assert isinstance(pipe.verifier, Lantern) and pipe.verifier.neighbours is not None
+    table = pipe.verifier.neighbours.clone()
+    assert table[0].tolist() == [1, 2, 3, 4, 5]
+    pipe.to("cpu")
+    assert isinstance(pipe.verifier, Lantern) and torch.equal(pipe.verifier.neighbours, table)  # type: ignore[arg-type]
+    assert pipe.verifier_name == "lantern:k=5"
+
+
+def test_lantern_table_comes_with_the_drafter(model_with_table: Path) -> None:
+    """Whether the drafter is chosen before the verifier or after it."""
+    pipe = Pipeline.from_pretrained(model_with_table, drafter="jacobi", verifier="lantern:k=5")
+    assert isinstance(pipe.verifier, Lantern) and pipe.verifier.neighbours[0].tolist() != [1, 2, 3, 4, 5]  # type: ignore[index]
+    pipe.drafter = "drafter"
+    assert isinstance(pipe.verifier, Lantern) and pipe.verifier.neighbours[0].tolist() == [1, 2, 3, 4, 5]  # type: ignore[index]
+
+
+def test_auto_tree_is_a_chain_for_jacobi(small_model: Path) -> None:
+    pipe = Pipeline.from_pretrained(small_model, drafter="jacobi")
+    assert pipe.tree == Chain(24) and pipe.tree_name == "auto"
+    pipe.tree = "chain:depth=3"
+    assert pipe.tree == Chain(3)
+
+
+def test_auto_tree_of_a_trained_drafter_follows_measured_costs(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("UNDERDRAW_CACHE", str(tmp_path))
+    pipe = Pipeline.from_pretrained(small_model)
+    with caplog.at_level(logging.WARNING):
+        out = pipe("fox", seed=1)
+    (record,) = [record for record in caplog.records if "costs.json" in record.message]
+    assert record.levelname == "WARNING" and str(tmp_path / "costs.json") in record.message
+    (costs,) = json.loads((tmp_path / "costs.json").read_text()).values()
+    policy = pipe.tree
+    assert policy == Cost(costs["plain"], costs["base"], costs["node"], costs["level"])
+    assert out.complete and pipe.tree_name == "auto"
+    caplog.clear()
+    assert Pipeline.from_pretrained(small_model).tree == policy and not caplog.records, "costs are measured once"
+    measured = pipe.measure_costs()
+    assert str(tmp_path / "costs.json") in caplog.text, "measuring again is logged too"
+    (again,) = json.loads((tmp_path / "costs.json").read_text()).values()
+    assert again["plain"] == measured.plain

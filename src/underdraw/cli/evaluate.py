@@ -1,4 +1,4 @@
-"""`underdraw evaluate`: quality of a folder of pictures, and whether two folders hold the same pictures or one law."""
+"""`underdraw evaluate`: quality metrics of images, and comparison of two folders or two images."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ Examples:
 
 underdraw evaluate fast --against plain
 
+underdraw evaluate fast.png --against plain.png
+
 underdraw evaluate fast --metrics clip,aesthetic --weights weights
 
 underdraw evaluate fast --against photos --metrics fid,is,pr --weights weights --json
@@ -24,30 +26,31 @@ underdraw evaluate fast --against photos --metrics fid,is,pr --weights weights -
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 Folder = Annotated[
     Path,
-    typer.Argument(metavar="FOLDER", help="Pictures with a manifest, as underdraw generate --prompts writes them."),
+    typer.Argument(metavar="FOLDER|FILE", help="A folder written by underdraw generate --prompts, or one image."),
 ]
 Against = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER",
-        help="Another such folder. For fid and pr any folder of pictures will do.",
+        metavar="FOLDER|FILE",
+        help="The other folder or image. For fid and pr any folder of images.",
     ),
-]  # fmt: skip
+]
 Metrics = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="Any of exact (identical pictures), test (do the codes have one law?), fid, is, pr (precision, recall), "
-        "clip, hps, aesthetic, with commas between. Without it, exact,test. The others need weights of other projects.",
+        help="Comma-separated: exact (identical images), test (do the codes have the same distribution?), fid, is, pr "
+        "(precision, recall), clip, hps, aesthetic. Default: exact, and test from 4 images on.",
     ),
-]  # fmt: skip
+]
 Weights = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", envvar="UNDERDRAW_WEIGHTS",
-        help="Where the weights of other projects lie; a missing file is named with its source.",
+        metavar="FOLDER",
+        envvar="UNDERDRAW_WEIGHTS",
+        help="Folder of the metrics' published weights; a missing file is named with its source.",
     ),
-]  # fmt: skip
+]
 
 
 @app.command(epilog=EXAMPLES)
@@ -59,47 +62,43 @@ def evaluate(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Measure pictures: identical or not, one law or two, FID, Inception Score, precision and recall, CLIP, HPSv2."""
+    """Compare images (identical? same distribution?) or score them: FID, Inception Score, precision, CLIP, HPSv2."""
     if metrics is None and against is None:
-        raise ConfigError("there is nothing to compare with; give --against FOLDER, or say what to measure: --metrics.")
+        raise ConfigError("there is nothing to compare with; give --against, or choose metrics with --metrics.")
     from tqdm import tqdm
 
-    from underdraw.metrics.image_quality import Question, looks
-    from underdraw.metrics.image_quality import evaluate as answer
+    from underdraw.metrics.image_quality import Evaluation
+    from underdraw.metrics.image_quality import evaluate as compute
 
-    names = [name.strip() for name in (metrics or "exact,test").split(",") if name.strip()]
-    question = Question(folder, against, names, weights)
-    question.check()
-    hidden = json or quiet or not sys.stderr.isatty()
-    with tqdm(total=looks(question), unit="image", file=sys.stderr, disable=hidden, leave=False) as bar:
-        found = answer(question, lambda count: _advance(bar, count))
-    print_result("\n".join(_told(found)), found, as_json=json, quiet=quiet)
-
-
-def _advance(bar: Any, count: int) -> None:
-    bar.update(count)
+    names = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
+    evaluation = Evaluation(folder, against, names, weights)
+    evaluation.check()
+    is_hidden = json or quiet or not sys.stderr.isatty()
+    total = evaluation.network_images()
+    with tqdm(total=total, unit="image", file=sys.stderr, disable=is_hidden, leave=False) as bar:
+        record = compute(evaluation, bar.update)
+    print_result("\n".join(_lines(record)), record, as_json=json, quiet=quiet)
 
 
-def _told(found: dict[str, Any]) -> list[str]:
-    """The answers for people."""
-    lines = [f"{found['folder']}: {found['pictures']} pictures"]
-    if "joined" in found:
-        left = found["only_here"] + found["only_there"]
-        lines.append(f"  joined with {found['against']} by number: {found['joined']}, {left} only on one side")
-    if "exact" in found:
-        codes = (
-            f", {100 * found['exact']['equal_codes']:.2f} % of codes equal" if "equal_codes" in found["exact"] else ""
-        )
-        lines.append(f"  identical pictures: {found['exact']['identical']} of {found['exact']['pictures']}{codes}")
-    if "test" in found:
-        p = found["test"]["p"]
-        accepted_path = (
-            "the codes have different laws" if p < 0.01 else "no difference between the laws of the codes was found"
-        )
-        lines.append(f"  two-sample test: MMD {found['test']['mmd']:.5f}, p = {p:.4g}: {accepted_path}")
+def _lines(record: dict[str, Any]) -> list[str]:
+    """The record for people."""
+    lines = [f"{record['folder']}: {record['pictures']} images"]
+    if "joined" in record:
+        unpaired = record["only_here"] + record["only_there"]
+        lines.append(f"  paired with {record['against']} by index: {record['joined']}, {unpaired} only on one side")
+    if "exact" in record:
+        exact = record["exact"]
+        codes = f", {100 * exact['equal_codes']:.2f} % of codes equal" if "equal_codes" in exact else ""
+        lines.append(f"  identical images: {exact['identical']} of {exact['pictures']}{codes}")
+    if "test" in record:
+        p = record["test"]["p"]
+        verdict = "different distributions" if p < 0.01 else "no difference between the distributions was found"
+        lines.append(f"  two-sample test: MMD {record['test']['mmd']:.5f}, p = {p:.4g}: {verdict}")
+    if "test_skipped" in record:
+        lines.append(f"  two-sample test: skipped, {record['test_skipped']}")
     for name in ("fid", "is", "pr", "clip", "hps", "aesthetic"):
-        if name in found:
-            value = found[name]
-            told = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-            lines.append(f"  {name}: {told}")
+        if name in record:
+            value = record[name]
+            text = ", ".join(f"{key} {part}" for key, part in value.items()) if isinstance(value, dict) else value
+            lines.append(f"  {name}: {text}")
     return lines

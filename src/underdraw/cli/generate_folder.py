@@ -145,9 +145,9 @@ def _write_sheet(run: RunFolder, rows: list[dict[str, Any]], path: Path) -> None
     from PIL import Image
 
     from underdraw.images import contact_sheet
-    from underdraw.metrics.exact_match import pixels
+    from underdraw.metrics.exact_match import read_pixels
 
-    images = [Image.fromarray(pixels(run.folder / row["file"])) for row in rows]
+    images = [Image.fromarray(read_pixels(run.folder / row["file"])) for row in rows]
     contact_sheet(images, path, captions=[row["prompt"] for row in rows], caption_lines=5, width=SHEET_WIDTH)
 
 

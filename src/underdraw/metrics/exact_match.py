@@ -1,11 +1,10 @@
-"""Folders of pictures as `underdraw generate` writes them, and pairs of them joined by the pictures' numbers.
+"""Folders of images as `underdraw generate` writes them, pairs of them by image number, and exact match.
 
-A picture is known by the number in its manifest line, never by its place in a listing. Knows no model and no torch.
+An image is identified by the index in its manifest line, never by its position in a listing. No torch.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,119 +15,137 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from underdraw.errors import ConfigError
-from underdraw.io import unpack_grid
+from underdraw.io import JsonlStore, unpack_grid
 
-LINES = "manifest.jsonl"
-PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+MANIFEST = "manifest.jsonl"
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """One picture of a folder."""
+class GeneratedImage:
+    """One image of a folder."""
 
     path: Path
     prompt: str
-    seed: int | None
-    packed: Any  # its codes, if the manifest holds them
+    packed_codes: Any  # as packed by `pack_grid`; None if the manifest does not hold them
 
     def codes(self) -> NDArray[np.int32] | None:
-        return None if self.packed is None else unpack_grid(self.packed, f"the manifest line of {self.path}")
+        if self.packed_codes is None:
+            return None
+        return unpack_grid(self.packed_codes, f"the manifest line of {self.path}")
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """Pictures that two folders have in common, in the order of their numbers."""
+class ImagePairs:
+    """Images with the same index in two folders, in the order of their indices."""
 
-    ids: list[int]
-    ours: list[Picture]
-    theirs: list[Picture]
+    indices: list[int]
+    ours: list[GeneratedImage]
+    theirs: list[GeneratedImage]
     only_ours: int
     only_theirs: int
 
 
-def read_folder(folder: Path) -> dict[int, Picture]:
-    """The pictures of a folder by their numbers."""
-    path = folder / LINES
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no {LINES}; name a folder that `underdraw generate --prompts` has written.")
-    found: dict[int, Picture] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        index, picture = _line(folder, line, f"line {number} of {path}")
-        if index in found:
-            raise ConfigError(f"line {number} of {path} holds picture {index} a second time; delete one of them.")
-        found[index] = picture
-    if not found:
-        raise ConfigError(f"{path} holds no pictures; draw some into {folder} first.")
-    return found
+def read_images(path: Path) -> dict[int, GeneratedImage]:
+    """The images of a folder with a manifest, by index; or a single image file, with index 0."""
+    if path.is_file() and path.suffix.lower() in IMAGE_SUFFIXES:
+        return {0: GeneratedImage(path, _png_prompt(path), None)}
+    manifest = path / MANIFEST
+    if not manifest.is_file():
+        raise ConfigError(
+            f"{path} has no {MANIFEST}; name a folder written by `underdraw generate --prompts`, or an image file."
+        )
+    images: dict[int, GeneratedImage] = {}
+    for number, row in enumerate(JsonlStore(manifest).read(), start=1):
+        index, image = _parse_row(path, row, f"line {number} of {manifest}")
+        if index in images:
+            raise ConfigError(f"line {number} of {manifest} holds image {index} a second time; delete one of them.")
+        images[index] = image
+    if not images:
+        raise ConfigError(f"{manifest} holds no images; generate some into {path} first.")
+    return images
 
 
-def _line(folder: Path, line: str, where: str) -> tuple[int, Picture]:
+def _png_prompt(path: Path) -> str:
+    """The prompt that `underdraw generate` stores in a PNG; empty for other images."""
     try:
-        row = json.loads(line)
-        index, file, prompt = row["index"], row["file"], row["prompt"]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{where} is no manifest line with index, file and prompt; draw the folder again.") from None
-    if (
-        not isinstance(index, int)
-        or not isinstance(file, str)
-        or Path(file).name != file
-        or not isinstance(prompt, str)
-    ):
-        raise ConfigError(f"{where} needs a whole number index, a file name and a text prompt.")
-    if not (folder / file).is_file():
-        raise ConfigError(f"{where} names {file}, which is missing; draw it again with the same command.")
-    return index, Picture(folder / file, prompt, row.get("seed"), row.get("codes"))
+        with Image.open(path) as image:
+            return str(image.info.get("prompt", ""))
+    except (OSError, UnidentifiedImageError) as error:
+        raise _unreadable(path, error) from None
 
 
-def join(ours: dict[int, Picture], theirs: dict[int, Picture]) -> Joined:
-    """The pictures with the same number; they must have the same prompts."""
-    ids = sorted(set(ours) & set(theirs))
-    if not ids:
-        raise ConfigError("the two folders have no picture numbers in common; compare folders of the same prompts.")
-    for index in ids:
-        if ours[index].prompt != theirs[index].prompt:
+def _parse_row(folder: Path, row: dict[str, Any], source: str) -> tuple[int, GeneratedImage]:
+    index, file, prompt = (row.get(key) for key in ("index", "file", "prompt"))
+    is_valid = isinstance(index, int) and isinstance(file, str) and isinstance(prompt, str)
+    if not is_valid or Path(str(file)).name != file:
+        raise ConfigError(f"{source} needs an integer index, a file name and a text prompt; generate the folder again.")
+    if not (folder / str(file)).is_file():
+        raise ConfigError(f"{source} names {file}, which is missing; generate it again with the same command.")
+    return int(str(index)), GeneratedImage(folder / str(file), str(prompt), row.get("codes"))
+
+
+def pair_images(ours: dict[int, GeneratedImage], theirs: dict[int, GeneratedImage]) -> ImagePairs:
+    """The images with the same index; they must have the same prompts."""
+    indices = sorted(set(ours) & set(theirs))
+    if not indices:
+        raise ConfigError("the two folders have no image indices in common; compare folders of the same prompts.")
+    for index in indices:
+        prompts = ours[index].prompt, theirs[index].prompt
+        if prompts[0] != prompts[1]:
             raise ConfigError(
-                f"picture {index} is {ours[index].prompt!r} in one folder and {theirs[index].prompt!r} in the other; "
+                f"image {index} has the prompt {prompts[0]!r} in one folder and {prompts[1]!r} in the other; "
                 "compare folders of the same prompts."
             )
-    pairs = [ours[i] for i in ids], [theirs[i] for i in ids]
-    return Joined(ids, *pairs, len(ours) - len(ids), len(theirs) - len(ids))
+    pairs = [ours[index] for index in indices], [theirs[index] for index in indices]
+    return ImagePairs(indices, *pairs, len(ours) - len(indices), len(theirs) - len(indices))
 
 
-def picture_files(folder: Path) -> list[Path]:
-    """All pictures of a folder, with a manifest or without: a reference set, where order means nothing."""
-    if (folder / LINES).is_file():
-        return [picture.path for picture in read_folder(folder).values()]
-    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES) if folder.is_dir() else []
-    if not found:
-        raise ConfigError(f"{folder} holds no pictures; name a folder with {', '.join(PICTURES)} files.")
-    return found
+def find_images(folder: Path) -> list[Path]:
+    """All images of a folder, with or without a manifest: a reference set, whose order does not matter."""
+    if folder.is_file() or (folder / MANIFEST).is_file():
+        return [image.path for image in read_images(folder).values()]
+    paths = (
+        sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES) if folder.is_dir() else []
+    )
+    if not paths:
+        raise ConfigError(f"{folder} holds no images; name a folder with {', '.join(IMAGE_SUFFIXES)} files.")
+    return paths
 
 
-def pixels(path: Path) -> NDArray[np.uint8]:
-    """A picture as (height, width, 3)."""
+def read_pixels(path: Path) -> NDArray[np.uint8]:
+    """An image as (height, width, 3)."""
     try:
-        with Image.open(path) as picture:
-            return np.asarray(picture.convert("RGB"))
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB"))
     except (OSError, UnidentifiedImageError) as error:
-        raise ConfigError(f"{path} cannot be read as a picture ({error}); draw or copy it again.") from None
+        raise _unreadable(path, error) from None
 
 
-def exact_match(joined: Joined) -> dict[str, Any]:
-    """How many pictures of the two folders are the same, pixel for pixel, and the share of equal codes."""
-    same = [np.array_equal(pixels(a.path), pixels(b.path)) for a, b in zip(joined.ours, joined.theirs, strict=True)]
-    found: dict[str, Any] = {"pictures": len(same), "identical": int(sum(same)), "rate": round(float(np.mean(same)), 6)}
-    codes = codes_of(joined.ours), codes_of(joined.theirs)
-    if codes[0] is not None and codes[1] is not None and codes[0].shape == codes[1].shape:
-        found["equal_codes"] = round(float((codes[0] == codes[1]).mean()), 6)
-    return found
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path} cannot be read as an image ({error}); generate or copy it again.")
 
 
-def codes_of(pictures: Sequence[Picture]) -> NDArray[np.int32] | None:
-    """Codes (N, rows, cols) of pictures of one size; None if a manifest does not hold them."""
-    found = [codes for codes in (picture.codes() for picture in pictures) if codes is not None]
-    if len(found) < len(pictures):
+def exact_match(pairs: ImagePairs) -> dict[str, Any]:
+    """Number and share of pairs with identical pixels, and the share of equal codes if both folders hold codes."""
+    identical = [
+        np.array_equal(read_pixels(ours.path), read_pixels(theirs.path))
+        for ours, theirs in zip(pairs.ours, pairs.theirs, strict=True)
+    ]
+    result: dict[str, Any] = {
+        "pictures": len(identical), "identical": int(sum(identical)), "rate": round(float(np.mean(identical)), 6)
+    }  # fmt: skip
+    ours, theirs = stack_codes(pairs.ours), stack_codes(pairs.theirs)
+    if ours is not None and theirs is not None and ours.shape == theirs.shape:
+        result["equal_codes"] = round(float((ours == theirs).mean()), 6)
+    return result
+
+
+def stack_codes(images: Sequence[GeneratedImage]) -> NDArray[np.int32] | None:
+    """Codes (N, rows, cols) of images of one size; None if a manifest does not hold them."""
+    codes = [grid for grid in (image.codes() for image in images) if grid is not None]
+    if len(codes) < len(images):
         return None
-    if len({codes.shape for codes in found}) > 1:
-        raise ConfigError("the pictures of a folder have codes of different sizes; compare folders of one size.")
-    return np.stack(found)
+    if len({grid.shape for grid in codes}) > 1:
+        raise ConfigError("the images of a folder have codes of different sizes; compare folders of one size.")
+    return np.stack(codes)

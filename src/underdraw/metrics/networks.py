@@ -1,6 +1,7 @@
-"""The trained networks that image metrics look through: pictures and prompts in, features out. Formulas are elsewhere.
+"""Networks of image metrics (InceptionV3, CLIP, HPSv2) and their weight files: images and prompts in, features out.
 
-Each is loaded from a file that `weights` names; nothing is downloaded. Networks run a few pictures at a time.
+Weights are loaded from files that the user has downloaded; a missing file is named with its source. Networks run on a
+few images at a time.
 """
 
 from __future__ import annotations
@@ -16,127 +17,174 @@ from torch import Tensor
 
 from underdraw.errors import CheckpointError
 from underdraw.extras import require_package
-from underdraw.metrics.exact_match import pixels
+from underdraw.metrics.exact_match import read_pixels
 
 BATCH = 16
-BROKEN = (RuntimeError, OSError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
-Pictures = Callable[[Tensor], tuple[Tensor, Tensor]]
+LOAD_ERRORS = (RuntimeError, OSError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
+Advance = Callable[[int], object]
+ImageNetwork = Callable[[Tensor], tuple[Tensor, Tensor]]
 """uint8 (B, 3, H, W) -> features (B, D) and logits (B, classes)."""
+WEIGHTS_VARIABLE = "UNDERDRAW_WEIGHTS"
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Embeds pictures and prompts into one space."""
+class WeightFile:
+    """A published file, or a folder of files."""
 
-    images: Callable[[Sequence[Path]], Tensor]
-    texts: Callable[[Sequence[str]], Tensor]
+    name: str
+    source: str
+    about: str
 
 
-def tensor(path: Path) -> Tensor:
-    """A picture as uint8 (3, H, W)."""
-    return torch.from_numpy(pixels(path).copy()).permute(2, 0, 1)
+WEIGHTS = {
+    "inception": WeightFile(
+        "pt_inception-2015-12-05-6726825d.pth",
+        "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/pt_inception-2015-12-05-6726825d.pth",
+        "InceptionV3 of the original FID",
+    ),
+    "clip": WeightFile(
+        "clip-vit-large-patch14",
+        "https://huggingface.co/openai/clip-vit-large-patch14",
+        "a folder with config.json, model.safetensors, preprocessor_config.json and the tokenizer's files",
+    ),
+    "hps": WeightFile("HPS_v2.1_compressed.pt", "https://huggingface.co/xswu/HPSv2", "HPSv2.1, a CLIP ViT-H-14"),
+    "aesthetic": WeightFile(
+        "sac+logos+ava1-l14-linearMSE.pth",
+        "https://github.com/christophschuhmann/improved-aesthetic-predictor",
+        "the LAION aesthetic predictor V2 on CLIP ViT-L/14",
+    ),
+}
+
+
+def find_weights(key: str, folder: Path | None, metric: str) -> Path:
+    """The path of a weight file, or an error that says how to get it."""
+    weight = WEIGHTS[key]
+    if folder is None:
+        raise CheckpointError(
+            f"{metric} needs {weight.name} ({weight.about}); download it from {weight.source} into a folder and name "
+            f"that folder with --weights FOLDER or {WEIGHTS_VARIABLE}."
+        )
+    path = folder / weight.name
+    if not path.exists():
+        raise CheckpointError(
+            f"{metric} needs {path} ({weight.about}), which is missing; download it from {weight.source} into that "
+            "folder."
+        )
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class TextImageEncoder:
+    """Embeds images and prompts into one space."""
+
+    encode_images: Callable[[Sequence[Path]], Tensor]
+    encode_texts: Callable[[Sequence[str]], Tensor]
+
+
+def read_tensor(path: Path) -> Tensor:
+    """An image as uint8 (3, H, W)."""
+    return torch.from_numpy(read_pixels(path).copy()).permute(2, 0, 1)
 
 
 @torch.inference_mode()
-def look(network: Pictures, paths: Sequence[Path], advance: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-    """Features and logits of pictures, one by one in batches of equal sizes."""
+def extract_features(network: ImageNetwork, paths: Sequence[Path], advance: Advance) -> tuple[Tensor, Tensor]:
+    """Features and logits of images; batches with images of different sizes run one by one."""
     features, logits = [], []
     for start in range(0, len(paths), BATCH):
-        batch = [tensor(path) for path in paths[start : start + BATCH]]
-        alike = len({one.shape for one in batch}) == 1
-        for group in [torch.stack(batch)] if alike else [one[None] for one in batch]:
-            found = network(group)
-            features.append(found[0])
-            logits.append(found[1])
+        batch = [read_tensor(path) for path in paths[start : start + BATCH]]
+        has_one_size = len({image.shape for image in batch}) == 1
+        for group in [torch.stack(batch)] if has_one_size else [image[None] for image in batch]:
+            output = network(group)
+            features.append(output[0])
+            logits.append(output[1])
         advance(len(batch))
     return torch.cat(features), torch.cat(logits)
 
 
+def embed(
+    encoder: TextImageEncoder, paths: Sequence[Path], texts: Sequence[str], advance: Advance
+) -> tuple[Tensor, Tensor]:
+    """Embeddings of images and of their prompts, in the same order."""
+    image_parts, text_parts = [], []
+    for start in range(0, len(paths), BATCH):
+        image_parts.append(encoder.encode_images(paths[start : start + BATCH]))
+        text_parts.append(encoder.encode_texts(texts[start : start + BATCH]))
+        advance(len(image_parts[-1]))
+    return torch.cat(image_parts), torch.cat(text_parts)
+
+
 def load_state(path: Path) -> dict[str, Any]:
-    """The tensors of a file of torch; nothing in it is executed."""
+    """The tensors of a torch file; code in it is not executed."""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return state
-    except BROKEN as error:
-        raise damaged(path, error) from None
+    except LOAD_ERRORS as error:
+        raise damaged_file(path, error) from None
 
 
-def damaged(path: Path, error: Exception) -> CheckpointError:
+def damaged_file(path: Path, error: Exception) -> CheckpointError:
     reason = (str(error).splitlines() or [""])[0]
-    return CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {reason}); fetch it again.")
+    return CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {reason}); download it again.")
 
 
-def inception(path: Path) -> Pictures:
+def inception(path: Path) -> ImageNetwork:
     """InceptionV3 as torch-fidelity ports it from the original FID."""
     module = require_package("torch_fidelity.feature_extractor_inceptionv3", "evaluate", "an Inception metric")
     try:
         net = module.FeatureExtractorInceptionV3(
             "inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=str(path)
         )
-    except BROKEN as error:
-        raise damaged(path, error) from None
+    except LOAD_ERRORS as error:
+        raise damaged_file(path, error) from None
     net.eval()
-    return lambda pictures: net(pictures)
+    return lambda images: net(images)
 
 
-def clip(folder: Path) -> Pair:
+def clip(folder: Path) -> TextImageEncoder:
     """CLIP as transformers loads it from a folder."""
     transformers = require_package("transformers", "evaluate", "a CLIP metric")
-    transformers.utils.logging.disable_progress_bar()  # the command has a bar of its own
+    transformers.utils.logging.disable_progress_bar()  # the command has a progress bar
     try:
         model = transformers.CLIPModel.from_pretrained(folder, local_files_only=True).eval()
-        images = transformers.CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
-        words = transformers.CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-    except BROKEN as error:
-        raise damaged(folder, error) from None
-    longest = model.config.text_config.max_position_embeddings
+        processor = transformers.CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+    except LOAD_ERRORS as error:
+        raise damaged_file(folder, error) from None
+    max_length = model.config.text_config.max_position_embeddings
 
     @torch.inference_mode()
-    def see(paths: Sequence[Path]) -> Tensor:
-        given = images(images=[pixels(path) for path in paths], return_tensors="pt")
-        pooled = model.vision_model(pixel_values=given["pixel_values"]).pooler_output
-        return model.visual_projection(pooled)
+    def encode_images(paths: Sequence[Path]) -> Tensor:
+        inputs = processor(images=[read_pixels(path) for path in paths], return_tensors="pt")
+        return model.visual_projection(model.vision_model(pixel_values=inputs["pixel_values"]).pooler_output)
 
     @torch.inference_mode()
-    def read(texts: Sequence[str]) -> Tensor:
-        given = words(list(texts), padding=True, truncation=True, max_length=longest, return_tensors="pt")
-        return model.text_projection(model.text_model(**given).pooler_output)
+    def encode_texts(texts: Sequence[str]) -> Tensor:
+        inputs = tokenizer(list(texts), padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+        return model.text_projection(model.text_model(**inputs).pooler_output)
 
-    return Pair(see, read)
+    return TextImageEncoder(encode_images, encode_texts)
 
 
-def hps(path: Path) -> Pair:
-    """HPSv2: a CLIP ViT-H-14 of open_clip with weights of its own."""
+def hps(path: Path) -> TextImageEncoder:
+    """HPSv2: open_clip's ViT-H-14 with the weights of HPSv2."""
     open_clip = require_package("open_clip", "evaluate", "hps")
-    model, _, prepare = open_clip.create_model_and_transforms("ViT-H-14")
+    model, _, preprocess = open_clip.create_model_and_transforms("ViT-H-14")
     state = load_state(path)
     try:
         model.load_state_dict(state.get("state_dict", state))
-    except BROKEN as error:
-        raise damaged(path, error) from None
+    except LOAD_ERRORS as error:
+        raise damaged_file(path, error) from None
     model.eval()
-    words = open_clip.get_tokenizer("ViT-H-14")
+    tokenizer = open_clip.get_tokenizer("ViT-H-14")
 
     @torch.inference_mode()
-    def see(paths: Sequence[Path]) -> Tensor:
+    def encode_images(paths: Sequence[Path]) -> Tensor:
         from PIL import Image
 
-        return model.encode_image(torch.stack([prepare(Image.fromarray(pixels(path))) for path in paths]))
+        return model.encode_image(torch.stack([preprocess(Image.fromarray(read_pixels(path))) for path in paths]))
 
     @torch.inference_mode()
-    def read(texts: Sequence[str]) -> Tensor:
-        return model.encode_text(words(list(texts)))
+    def encode_texts(texts: Sequence[str]) -> Tensor:
+        return model.encode_text(tokenizer(list(texts)))
 
-    return Pair(see, read)
-
-
-def embed(
-    pair: Pair, paths: Sequence[Path], texts: Sequence[str], advance: Callable[[int], None]
-) -> tuple[Tensor, Tensor]:
-    """Embeddings of pictures and of their prompts, in the same order."""
-    images, words = [], []
-    for start in range(0, len(paths), BATCH):
-        images.append(pair.images(paths[start : start + BATCH]))
-        words.append(pair.texts(texts[start : start + BATCH]))
-        advance(len(images[-1]))
-    return torch.cat(images), torch.cat(words)
+    return TextImageEncoder(encode_images, encode_texts)

@@ -1,4 +1,4 @@
-"""Image metrics against values by hand or other implementations, with small random networks for the published ones."""
+"""Image metrics against values by hand or other implementations, with small random networks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from scipy import linalg
 
 from underdraw.errors import ConfigError
 from underdraw.metrics import networks
-from underdraw.metrics.exact_match import read_folder
-from underdraw.metrics.network_weights import WEIGHTS
-from underdraw.metrics.scores import clip_score, fid, inception_score, linear_head, precision_recall, similarity
+from underdraw.metrics.exact_match import read_images, read_pixels
+from underdraw.metrics.image_quality import (
+    aesthetic_scores,
+    clip_score,
+    cosine_similarity,
+    fid,
+    inception_score,
+    precision_recall,
+)
+from underdraw.metrics.networks import WEIGHTS
 
 RANDOM = torch.Generator().manual_seed(0)
 
@@ -28,19 +35,19 @@ def features(count: int, size: int, shift: float = 0.0, scale: float = 1.0) -> t
 
 def test_fid_by_hand() -> None:
     """Two clouds of two points on a line: means 0 and 3, deviations sqrt(2) and 3 sqrt(2)."""
-    real, drawn = torch.tensor([[-1.0], [1.0]]), torch.tensor([[0.0], [6.0]])
-    assert fid(real, drawn) == pytest.approx(9 + 2 + 18 - 2 * math.sqrt(2 * 18), rel=1e-6)
+    real, generated = torch.tensor([[-1.0], [1.0]]), torch.tensor([[0.0], [6.0]])
+    assert fid(real, generated) == pytest.approx(9 + 2 + 18 - 2 * math.sqrt(2 * 18), rel=1e-6)
 
 
 def test_fid_against_scipy() -> None:
-    real, drawn = features(60, 5), features(50, 5, 0.4, 1.7) @ features(5, 5)
-    means, covariances = zip(*((x.mean(0).numpy(), np.cov(x.numpy().T)) for x in (real, drawn)), strict=True)
+    real, generated = features(60, 5), features(50, 5, 0.4, 1.7) @ features(5, 5)
+    means, covariances = zip(*((x.mean(0).numpy(), np.cov(x.numpy().T)) for x in (real, generated)), strict=True)
     root = linalg.sqrtm(covariances[0] @ covariances[1]).real
     expected = ((means[0] - means[1]) ** 2).sum() + np.trace(covariances[0] + covariances[1] - 2 * root)
-    assert fid(real, drawn) == pytest.approx(expected, rel=1e-6)
+    assert fid(real, generated) == pytest.approx(expected, rel=1e-6)
     assert fid(real, real) == pytest.approx(0, abs=1e-6)
-    with pytest.raises(ConfigError, match="at least 2 drawn"):
-        fid(real, drawn[:1])
+    with pytest.raises(ConfigError, match="at least 2 generated"):
+        fid(real, generated[:1])
 
 
 def test_inception_score_by_hand() -> None:
@@ -55,7 +62,7 @@ def test_inception_score_by_hand() -> None:
     assert inception_score(mixed) == inception_score(mixed)  # the shuffle has a seed of its own
 
 
-def brute_force(real: torch.Tensor, drawn: torch.Tensor, nearest: int) -> tuple[float, float]:
+def brute_force(real: torch.Tensor, generated: torch.Tensor, nearest: int) -> tuple[float, float]:
     def distance(a: torch.Tensor, b: torch.Tensor) -> float:
         return math.dist(a.tolist(), b.tolist())
 
@@ -64,33 +71,33 @@ def brute_force(real: torch.Tensor, drawn: torch.Tensor, nearest: int) -> tuple[
         hit = [any(distance(p, c) <= r for c, r in zip(cover, reach, strict=True)) for p in points]
         return sum(hit) / len(hit)
 
-    return share(drawn, real), share(real, drawn)
+    return share(generated, real), share(real, generated)
 
 
 def test_precision_and_recall_against_brute_force() -> None:
-    real, drawn = features(20, 3), features(15, 3, 0.8)
-    found = precision_recall(real, drawn)
-    assert found == brute_force(real, drawn, 3) and 0 < found[0] < 1
+    real, generated = features(20, 3), features(15, 3, 0.8)
+    found = precision_recall(real, generated)
+    assert found == brute_force(real, generated, 3) and 0 < found[0] < 1
     assert precision_recall(real, real) == (1, 1) and precision_recall(real, real + 100) == (0, 0)
-    with pytest.raises(ConfigError, match="more than 3 pictures"):
-        precision_recall(real[:3], drawn)
+    with pytest.raises(ConfigError, match="more than 3 images"):
+        precision_recall(real[:3], generated)
 
 
-def test_similarity_by_hand() -> None:
+def test_cosine_similarity_by_hand() -> None:
     images, texts = (
         torch.tensor([[3.0, 0.0], [1.0, 1.0], [1.0, 0.0]]),
         torch.tensor([[5.0, 0.0], [1.0, 0.0], [-2.0, 0.0]]),
     )
-    assert similarity(images, texts).tolist() == pytest.approx([1, math.sqrt(0.5), -1])
+    assert cosine_similarity(images, texts).tolist() == pytest.approx([1, math.sqrt(0.5), -1])
     assert clip_score(images, texts) == pytest.approx(100 * (1 + math.sqrt(0.5) + 0) / 3)
 
 
-def test_linear_layers_in_their_order() -> None:
-    """Numbers are compared as numbers: layer 10 comes after layer 2."""
+def test_aesthetic_layers_run_in_numerical_order() -> None:
+    """Layer 10 comes after layer 2."""
     layers = {2: torch.nn.Linear(4, 3), 10: torch.nn.Linear(3, 1), 0: torch.nn.Linear(5, 4)}
     state = {f"layers.{i}.{k}": v.detach() for i, layer in layers.items() for k, v in layer.state_dict().items()}
     x = torch.randn(6, 5, generator=RANDOM)
-    assert torch.allclose(linear_head(state, x), layers[10](layers[2](layers[0](x)))[:, 0])
+    assert torch.allclose(aesthetic_scores(state, x), layers[10](layers[2](layers[0](x)))[:, 0])
 
 
 # ---------------------------------------------------------------- through folders, with small random networks
@@ -101,11 +108,11 @@ class TinyInception(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.prefill = torch.nn.Linear(3, 6)
+        self.first = torch.nn.Linear(3, 6)
 
-    def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert pictures.dtype == torch.uint8
-        means = self.first(pictures.float().mean((2, 3)) / 255)
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert images.dtype == torch.uint8
+        means = self.first(images.float().mean((2, 3)) / 255)
         return means, means * 3
 
 
@@ -135,8 +142,8 @@ def test_inception_metrics_of_folders(folders: Path, tmp_path: Path, tiny_incept
     with torch.inference_mode():
         sides = []
         for name in ("plain", "lantern"):
-            paths = [picture.path for picture in read_folder(folders / name).values()]
-            sides.append(torch.cat([tiny_inception(networks.tensor(path)[None])[0] for path in paths]))
+            paths = [picture.path for picture in read_images(folders / name).values()]
+            sides.append(torch.cat([tiny_inception(networks.read_tensor(path)[None])[0] for path in paths]))
     assert done.record["fid"] == pytest.approx(fid(*sides), abs=1e-3)
     assert tuple(done.record["pr"].values()) == tuple(round(v, 4) for v in precision_recall(*sides))
     assert done.record["is"]["mean"] == pytest.approx(inception_score(sides[1] * 3)[0], abs=1e-3)
@@ -176,8 +183,8 @@ def test_clip_and_aesthetic_of_a_folder(folders: Path, tmp_path: Path) -> None:
     model, images = CLIPModel.from_pretrained(path).eval(), CLIPImageProcessor.from_pretrained(path)
     words = CLIPTokenizer.from_pretrained(path)
     scores, tastes = [], []
-    for picture in read_folder(folders / "plain").values():
-        given = images(images=[networks.pixels(picture.path)], return_tensors="pt")
+    for picture in read_images(folders / "plain").values():
+        given = images(images=[read_pixels(picture.path)], return_tensors="pt")
         with torch.inference_mode():
             out = model(**given, **words([picture.prompt], return_tensors="pt"))
             scores.append(max(0.0, 100 * float((out.image_embeds * out.text_embeds).sum())))
@@ -186,18 +193,16 @@ def test_clip_and_aesthetic_of_a_folder(folders: Path, tmp_path: Path) -> None:
     assert done.record["aesthetic"] == pytest.approx(np.mean(tastes), abs=1e-3)
 
 
-def test_hps_is_the_similarity_of_its_own_network(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hps_pairs_every_image_with_its_prompt(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures and prompts go through together, in one order."""
 
-    def see(paths: Any) -> torch.Tensor:
+    def encode_images(paths: Any) -> torch.Tensor:
         return torch.stack([torch.tensor([float(path.stem), 1.0]) for path in paths])
 
-    def read(texts: Any) -> torch.Tensor:
+    def encode_texts(texts: Any) -> torch.Tensor:
         return torch.stack([torch.tensor([float(text.split()[-1]), 1.0]) for text in texts])  # "a red fox 12"
 
-    monkeypatch.setattr(networks, "hps", lambda path: networks.Pair(see, read))
+    monkeypatch.setattr(networks, "hps", lambda path: networks.TextImageEncoder(encode_images, encode_texts))
     (tmp_path / WEIGHTS["hps"].name).touch()
     done = call("evaluate", folders / "plain", "--metrics", "hps", "--weights", tmp_path, "--json")
     assert done.record["hps"] == 1.0, "every picture was scored with its own prompt"
@@ -221,7 +226,7 @@ def test_damaged_weights_are_named(folders: Path, tmp_path: Path) -> None:
 
     def says() -> str:
         done = call("evaluate", folders / "plain", "--metrics", "aesthetic", "--weights", tmp_path)
-        assert done.code == 2 and done.err.count("\n") == 1 and "fetch it again" in done.err
+        assert done.code == 2 and done.err.count("\n") == 1 and "download it again" in done.err
         return done.err
 
     assert str(clip) in says()
@@ -242,14 +247,14 @@ def test_missing_packages_are_named(folders: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ("{plain}", "nothing to compare with"),
-        ("{plain} --metrics exact", "--against FOLDER"),
+        ("{plain} --metrics exact", "with --against"),
         ("{plain} --metrics fjd", "Did you mean 'fid'?"),
-        ("{here} --against {plain}", "holds no manifest.jsonl"),
+        ("{here} --against {plain}", "has no manifest.jsonl"),
     ],
 )
-def test_mistakes(words: str, says: str, folders: Path, tmp_path: Path) -> None:
+def test_bad_option_prints_one_line(words: str, message: str, folders: Path, tmp_path: Path) -> None:
     done = call("evaluate", *words.format(plain=folders / "plain", here=tmp_path).split())
-    assert done.code == 2 and says in done.err and done.err.count("\n") == 1
+    assert done.code == 2 and message in done.err and done.err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The two-sample test: its formula against a double loop, its level under one law, its power against another."""
+"""The two-sample test: its formula against a double loop, its level and its power; exact match of folders and files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from commands import call
 
 from underdraw.errors import ConfigError
-from underdraw.metrics.two_sample import _kernel, counts, pairs, patterns, two_sample
+from underdraw.metrics.two_sample import _kernel, code_frequencies, pair_frequencies, pattern_shares, two_sample
 
 
-def pictures(count: int, seed: int, *, repeat: float = 0.0) -> np.ndarray:
-    """Random codes; with chance `repeat` a cell copies its left neighbour."""
+def make_codes(count: int, seed: int, *, repeat: float = 0.0) -> np.ndarray:
+    """Random codes; with probability `repeat` a cell copies its left neighbour."""
     random = np.random.default_rng(seed)
     codes = random.integers(0, 50, (count, 6, 6))
     for col in range(1, 6):
@@ -26,15 +26,15 @@ def pictures(count: int, seed: int, *, repeat: float = 0.0) -> np.ndarray:
 
 def test_views_by_hand() -> None:
     codes = np.array([[[1, 1], [1, 2]], [[0, 0], [0, 0]]], dtype=np.int32)
-    assert np.allclose(counts(codes) ** 2, [[0, 0.75, 0.25], [1, 0, 0]])
-    assert np.allclose((pairs(codes) ** 2).sum(1), 2) and (pairs(codes)[0] > 0).sum() == 4
-    standing = patterns(codes)  # equal left, above, both; different codes over cells: two pictures, so +1 and -1
-    assert np.allclose(standing, [[-1, -1, -1, 1], [1, 1, 1, -1]])
+    assert np.allclose(code_frequencies(codes) ** 2, [[0, 0.75, 0.25], [1, 0, 0]])
+    assert np.allclose((pair_frequencies(codes) ** 2).sum(1), 2) and (pair_frequencies(codes)[0] > 0).sum() == 4
+    shares = pattern_shares(codes)  # equal left, above, both; different codes: standardised, so +1 and -1
+    assert np.allclose(shares, [[-1, -1, -1, 1], [1, 1, 1, -1]])
 
 
 @pytest.mark.parametrize("paired", [False, True])
 def test_the_statistic_against_a_double_loop(paired: bool) -> None:
-    ours, theirs = pictures(5, 0), pictures(5, 1)
+    ours, theirs = make_codes(5, 0), make_codes(5, 1)
     kernel, n = _kernel(np.concatenate([ours, theirs])), 5
     total = 0.0
     for i in range(n):
@@ -49,33 +49,33 @@ def test_the_statistic_against_a_double_loop(paired: bool) -> None:
 
 
 @pytest.mark.parametrize("paired", [False, True])
-def test_p_values_under_one_law_are_uniform(paired: bool) -> None:
+def test_p_values_of_equal_distributions_are_uniform(paired: bool) -> None:
     from scipy import stats
 
     found = [
-        two_sample(pictures(8, 2 * seed), pictures(8, 2 * seed + 1), paired=paired, permutations=99).p_value
+        two_sample(make_codes(8, 2 * seed), make_codes(8, 2 * seed + 1), paired=paired, permutations=99).p_value
         for seed in range(60)
     ]
     assert stats.kstest(found, "uniform").pvalue > 0.001 and min(found) < 0.3 < max(found)
 
 
 @pytest.mark.parametrize("paired", [False, True])
-def test_another_law_is_seen(paired: bool) -> None:
-    assert two_sample(pictures(24, 0), pictures(24, 1, repeat=0.3), paired=paired).p_value < 0.01
+def test_another_distribution_is_detected(paired: bool) -> None:
+    assert two_sample(make_codes(24, 0), make_codes(24, 1, repeat=0.3), paired=paired).p_value < 0.01
 
 
-def test_identical_pictures_differ_by_nothing() -> None:
-    found = two_sample(pictures(9, 0), pictures(9, 0), paired=True)
+def test_identical_images_have_distance_zero() -> None:
+    found = two_sample(make_codes(9, 0), make_codes(9, 0), paired=True)
     assert found.statistic == pytest.approx(0, abs=1e-12) and found.p_value == 1
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "says"),
-    [(pictures(5, 0), pictures(5, 0)[:, :4], "cannot be compared"), (pictures(3, 0), pictures(3, 0), "too few"),
-     (pictures(5, 0), pictures(6, 0), "no pairs")],
+    ("ours", "theirs", "message"),
+    [(make_codes(5, 0), make_codes(5, 0)[:, :4], "cannot be compared"), (make_codes(3, 0), make_codes(3, 0), "too few"),
+     (make_codes(5, 0), make_codes(6, 0), "no pairs")],
 )  # fmt: skip
-def test_mistakes(ours: np.ndarray, theirs: np.ndarray, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_bad_inputs_are_refused(ours: np.ndarray, theirs: np.ndarray, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         two_sample(ours, theirs, paired=True)
 
 
@@ -89,7 +89,7 @@ def evaluate(*words: object) -> Any:
 
 
 def test_exact_methods_pass_and_lantern_does_not(folders: Path) -> None:
-    """Same seeds: the very pictures. Other seeds: another picture of one law. LANTERN at a large delta: another law."""
+    """Same seeds: identical images. Other seeds: the same distribution. LANTERN at a large delta: another one."""
     same = evaluate(folders / "exact", "--against", folders / "plain")
     assert (
         same["exact"] == {"pictures": 40, "identical": 40, "rate": 1.0, "equal_codes": 1.0} and same["test"]["p"] == 1
@@ -100,8 +100,8 @@ def test_exact_methods_pass_and_lantern_does_not(folders: Path) -> None:
     assert evaluate(folders / "lantern", "--against", folders / "plain")["test"]["p"] < 0.005
 
 
-def test_pictures_are_joined_by_number(folders: Path, tmp_path: Path) -> None:
-    """Files renamed, lines shuffled, some gone: what is left is joined right."""
+def test_images_are_paired_by_index(folders: Path, tmp_path: Path) -> None:
+    """Also if files are renamed, lines are shuffled and some are missing."""
     lines = [json.loads(line) for line in (folders / "plain" / "manifest.jsonl").read_text().splitlines()]
     kept = lines[::-1][:30]
     for place, line in enumerate(kept):
@@ -121,28 +121,53 @@ def damage(row: dict[str, Any], **values: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
-        (lambda row: "{", "line 1 of"),
+        (lambda row: "{\n", "line 1 of"),
         (lambda row: damage(row, index="1"), "line 1 of"),
         (lambda row: damage(row, file="../x.png"), "line 1 of"),
         (lambda row: damage(row, file="no.png"), "no.png, which is missing"),
         (lambda row: damage(row) * 2, "line 2 of"),
-        (lambda row: "", "holds no pictures"),
-        (lambda row: damage(row, index=999), "no picture numbers in common"),
+        (lambda row: "", "holds no images"),
+        (lambda row: damage(row, index=999), "no image indices in common"),
         (lambda row: damage(row, codes=None), "holds no codes"),
         (lambda row: damage(row, codes={"rows": 1}), "are damaged"),
         (lambda row: damage(row), "too few"),
     ],
 )
-def test_manifests_that_cannot_be_read(text: Any, says: str, folders: Path, tmp_path: Path) -> None:
+def test_damaged_manifests_are_refused(text: Any, message: str, folders: Path, tmp_path: Path) -> None:
     row = json.loads((folders / "plain" / "manifest.jsonl").read_text().splitlines()[0])
     (tmp_path / row["file"]).write_bytes((folders / "plain" / row["file"]).read_bytes())
     (tmp_path / "manifest.jsonl").write_text(text(row))
     done = call("evaluate", tmp_path, "--against", folders / "exact", "--metrics", "test")
-    assert done.code == 2 and says in done.err and done.err.count("\n") == 1
+    assert done.code == 2 and message in done.err and done.err.count("\n") == 1
 
 
-def test_people_can_read_it(folders: Path) -> None:
+def test_output_for_people(folders: Path) -> None:
     done = call("evaluate", folders / "exact", "--against", folders / "plain")
-    assert "identical pictures: 40 of 40, 100.00 % of codes equal" in done.out and "no difference" in done.out
+    assert "identical images: 40 of 40, 100.00 % of codes equal" in done.out and "no difference" in done.out
+
+
+def test_single_image_is_compared_exactly(folders: Path, tmp_path: Path) -> None:
+    """A folder with one image is too small for the two-sample test, which is then skipped."""
+    row = json.loads((folders / "plain" / "manifest.jsonl").read_text().splitlines()[0])
+    (tmp_path / row["file"]).write_bytes((folders / "plain" / row["file"]).read_bytes())
+    (tmp_path / "manifest.jsonl").write_text(json.dumps(row) + "\n")
+    record = evaluate(tmp_path, "--against", folders / "exact")
+    assert record["exact"] == {"pictures": 1, "identical": 1, "rate": 1.0, "equal_codes": 1.0}
+    assert "test" not in record and "at least 4" in record["test_skipped"]
+    assert "two-sample test: skipped" in call("evaluate", tmp_path, "--against", folders / "exact").out
+
+
+def test_image_files_are_compared_exactly(folders: Path, tmp_path: Path) -> None:
+    files = sorted((folders / "plain").glob("*.png"))
+    same = tmp_path / "copy.png"
+    same.write_bytes(files[0].read_bytes())
+    assert evaluate(files[0], "--against", same)["exact"] == {"pictures": 1, "identical": 1, "rate": 1.0}
+    other = folders / "other" / files[0].name
+    assert evaluate(files[0], "--against", other)["exact"]["identical"] == 0
+    result = call("evaluate", files[0], "--against", files[1])
+    assert result.code == 2 and "compare folders of the same prompts" in result.err
+    same.write_bytes(b"half an image")
+    result = call("evaluate", files[0], "--against", same)
+    assert result.code == 2 and "cannot be read as an image" in result.err

@@ -77,7 +77,7 @@ def engine(name: str, model: str, out: Path, kind: str) -> None:
     import torch
 
     from underdraw.bench.engine import EngineBenchConfig, measure
-    from underdraw.bench.performance import rows
+    from underdraw.bench.records import engine_rows
     from underdraw.bench.replay import Trace
     from underdraw.models.loading import resolve_placement
 
@@ -97,19 +97,19 @@ def engine(name: str, model: str, out: Path, kind: str) -> None:
         held = f", {torch.cuda.memory_allocated() / 2**30:.1f} GiB" if cuda else ""
         print(f"{time.perf_counter() - began:6.1f} s{held}: {text}", flush=True)
 
-    def keep(record: dict[str, Any]) -> None:
+    def save(record: dict[str, Any]) -> None:
         (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
-    record = measure(settings, traces, tell, baseline=full, keep=keep)
-    for what, value in rows(record):
+    record = measure(settings, traces, tell, baseline=full, save=save)
+    for what, value in engine_rows(record):
         print(f"{what:60} {value}", flush=True)
 
 
 def agree(out: Path, tiny: bool) -> None:
     """Plain and tree passes of the embedded model in bfloat16, as far as the device has it."""
     from underdraw import Pipeline
-    from underdraw.bench.agreement import agreement
-    from underdraw.bench.environment import about
+    from underdraw.bench.agreement import measure_agreement
+    from underdraw.bench.environment import describe_machine
     from underdraw.engine.cuda_graphs import EagerPass, GraphCache, make_graph_cache
 
     pipe = Pipeline.from_pretrained("tiny", drafter="jacobi", dtype="bfloat16")
@@ -118,11 +118,17 @@ def agree(out: Path, tiny: bool) -> None:
     texts = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
     job = pipe.request(texts)
     prompts = [pipe.model.make_prompt(text, None, job.size) for text in texts]
-    found = agreement(
+    found = measure_agreement(
         pipe.model.target, pipe.model.make_layout(job.size), prompts, job.guidance, graphs.with_min_bucket,
         temperature=job.temperature, top_k=job.top_k,
     )  # fmt: skip
-    record = {"model": "tiny", "dtype": "bfloat16", "machine": about(pipe.device), "guidance": job.guidance, **found}
+    record = {
+        "model": "tiny",
+        "dtype": "bfloat16",
+        "machine": describe_machine(pipe.device),
+        "guidance": job.guidance,
+        **found,
+    }
     (out / "agreement.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(found["shapes"], indent=1), flush=True)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from underdraw.bench.engine import device_ms
+from underdraw.bench.instrumentation import device_ms
 from underdraw.engine.compile import compiled_layer_functions
 from underdraw.engine.cuda_graphs import CudaGraphPass
 from underdraw.kernels.fused_layer import DeferredNorm, fused_linear

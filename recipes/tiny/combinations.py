@@ -23,7 +23,8 @@ import typer
 
 from recipes.tiny.compose import Composer, plain_phrase
 from recipes.tiny.data import DEFAULT_STYLE, STYLES, Pack
-from underdraw.bench.tables import markdown
+from underdraw.bench.report import markdown_table
+from underdraw.bench.sections import Table
 from underdraw.cli.app import main
 from underdraw.prompts import load_prompts
 
@@ -110,7 +111,7 @@ def combinations(
     statistics = CaptionStatistics(Composer(Pack(pack)), captions)
     expected = [statistics.expected(parse_caption(text), images) for text in texts]
     rows = [[text, f"{value:.3g}", "new" if value < NEW else ""] for text, value in zip(texts, expected, strict=True)]
-    print(markdown(("prompt", "expected images", ""), rows))
+    print(markdown_table(Table(("prompt", "expected images", ""), rows)))
     new = sum(value < NEW for value in expected)
     print(f"\n{new} of {len(texts)} prompts are combinations that no training image showed.")
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from recipes.tiny import imagenet_features
 from recipes.tiny.data import Pack
 from recipes.tiny.subjects import measure
-from underdraw.bench.records import head, table
+from underdraw.bench.records import record_sections
+from underdraw.bench.report import to_markdown
 from underdraw.cli import options
 from underdraw.cli import train as cli
 from underdraw.cli.app import main
@@ -73,7 +74,7 @@ def subjects(
 
     record = measure(pipe, images, network, generate, count=count, candidate_count=candidates, seed=seed)
     atomic_write_json(out, record)
-    print_result(f"{head(record)}\n\n{table(record)}\n\n{out}", record, as_json=json, quiet=quiet)
+    print_result(f"{to_markdown(record_sections(record))}\n\n{out}", record, as_json=json, quiet=quiet)
 
 
 def generate_all(pipe: Pipeline, texts: Sequence[str], seeds: Sequence[int], batch: int, *, silent: bool) -> Tensor:

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from recipes.tiny.compose import COLOURS, PALETTE, Painter, Scenes, SpriteSizes, plain_phrase
 from recipes.tiny.data import Pack, caption, is_held_out, pair_caption
 from recipes.tiny.imagenet_features import NAME, ImageNetFeatures
-from underdraw.bench.environment import about
-from underdraw.bench.records import told
+from underdraw.bench.environment import describe_machine
+from underdraw.bench.sections import portable_settings
 from underdraw.errors import ConfigError
 from underdraw.pipeline import Pipeline
 
@@ -261,10 +261,11 @@ def measure(
         entries.append(entry)
     request = pipe.request(prompts[0].text, seed=seed)
     return {
-        "kind": "subjects", "model": pipe.model.name, "settings": told(pipe.settings(request)), "seed": seed,
+        "kind": "subjects", "model": pipe.model.name, "settings": portable_settings(pipe.settings(request)),
+        "seed": seed,
         "network": NAME, "candidates": len(names), "gallery": len(grader.gallery.styles),
         "held_out_candidates": sum(map(is_held_out, names)), "chance": chance_record(len(names)), "sets": entries,
-        "machine": about(pipe.device),
+        "machine": describe_machine(pipe.device),
     }  # fmt: skip
 
 

@@ -17,9 +17,10 @@ from typing import Annotated, Any
 
 import typer
 
-from underdraw.bench.methods import PLAIN
-from underdraw.bench.presets import DEFAULT
-from underdraw.bench.records import head, table, told
+from underdraw.bench.presets import DEFAULT, PLAIN
+from underdraw.bench.records import record_sections
+from underdraw.bench.report import to_markdown
+from underdraw.bench.sections import portable_settings
 from underdraw.bench.summary import read_summary
 from underdraw.cli import options
 from underdraw.cli.app import main
@@ -100,12 +101,12 @@ def targets(
     summary = read_summary(out)
     seconds = time_commands(load_prompts(prompts)[:images], parts)
     record = {
-        "kind": "targets", "model": summary["settings"]["model"], "settings": told(summary["settings"]),
+        "kind": "targets", "model": summary["settings"]["model"], "settings": portable_settings(summary["settings"]),
         "prompts": max(entry["prompts"] for entry in summary["entries"]), "repeats": repeats,
         "command_seconds": seconds, "checks": checks(summary, seconds), "machine": summary["machine"],
     }  # fmt: skip
     atomic_write_json(out / RESULT, record)
-    print(f"\n{head(record)}\n\n{table(record)}\n\n{out / RESULT}")
+    print(f"\n{to_markdown(record_sections(record))}\n\n{out / RESULT}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How close the engine comes to what the memory allows, with random weights of a published shape.
+"""Speed of the engine against the memory bandwidth bound, with random weights of a published model shape.
 
-Everything is measured in one run: the bandwidth of a large copy, the time that reading the weights once would take (the
-floor), a plain token, a pass of every size, a level of a drafter, and the same shape in transformers. Times of passes
-are the loop's own: the host's clock, from one plan to the next, with the copy to the host in them.
+One run measures: the bandwidth of a large copy, the time that reading all weights once takes at that bandwidth (the
+bound, `floor_ms`), plain decoding, a pass of every size, a level of each drafter, and the same shape in transformers.
+Times of passes are those of the decode loop: wall time from one plan to the next, with the copy to the host.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from underdraw.bench.environment import about
-from underdraw.bench.replay import Replan, Replay, Trace
+from underdraw.bench.environment import describe_machine
+from underdraw.bench.instrumentation import copy_bandwidth, device_ms
+from underdraw.bench.replay import ReplayPolicy, ReplayVerifier, Trace
 from underdraw.drafters.block import BlockDrafter
 from underdraw.drafters.eagle import Eagle
 from underdraw.drafters.forced import Forced
@@ -42,324 +43,339 @@ from underdraw.sampling import Sampler
 from underdraw.verifiers.exact import Exact
 
 SIZES = (1, 8, 16, 32, 64, 128)
-CONTEXT = 540  # tokens between prompt and passes that are timed by size: as in the middle of a picture
-WARM = 6  # passes until the pass of a kind is replayed: prompt, first, captured, and some to settle
-KERNELS = 16  # of a pass that are named
+CONTEXT = 540  # tokens between the prompt and the passes timed by size: the middle of a picture
+WARMUP_PASSES = 6  # prefill, first eager pass, capture, and some replays
+KERNELS = 16  # longest kernels of a pass that are listed
 FORCED = "accepted lengths were forced from a trace; no picture was drawn with these weights"
-Kind = Literal["eagle", "block", "jacobi"]
+DrafterKind = Literal["eagle", "block", "jacobi"]
+SetStage = Callable[[str], None]
+Save = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchConfig:
-    """What is measured, and how long."""
+    """What to measure, and how often."""
 
     model: str
     placement: Placement
-    compile: Literal["on", "capture", "off"]  # compiled and captured, captured, neither
+    compile: Literal["on", "capture", "off"]  # compiled and captured, only captured, eager
     batch: int = 1
     passes: int = 40  # timed passes of each size
-    pictures: int = 3  # timed plain ones
+    pictures: int = 3  # timed plain pictures
     temperature: float = 1.0
     sizes: tuple[int, ...] = SIZES
-    drafters: tuple[Kind, ...] = ("eagle", "block")  # whose levels are timed
-    attention_backend: AttentionBackend = "auto"  # the fastest of them
-    tuned: bool = False  # whether matrix products are tuned while compiling
+    drafters: tuple[DrafterKind, ...] = ("eagle", "block")  # drafters whose levels are timed
+    attention_backend: AttentionBackend = "auto"  # auto: the fastest one
+    tuned: bool = False  # autotune GEMMs during compilation
 
 
 @dataclass
 class EngineBench:
-    """A random model and its captured passes."""
+    """A target with random weights and its captured passes."""
 
-    settings: EngineBenchConfig
-    tell: Callable[[str], None]
+    config: EngineBenchConfig
+    set_stage: SetStage
     shape: ModelShape = field(init=False)
     target: DecoderTarget = field(init=False)
     graphs: GraphCache = field(init=False)
 
     def __post_init__(self) -> None:
-        given = self.settings
-        self.shape = model_shape(given.model)
-        self.target = random_target(self.shape.arch, given.placement)
-        record = CudaGraphPass if self.device.type == "cuda" and given.compile != "off" else EagerPass
-        layer_functions = compiled_layer_functions(tuned=given.tuned) if given.compile == "on" else EAGER
-        self.graphs = GraphCache(capture=record, layer_functions=layer_functions, report=self.tell)
-        self.settle(given.attention_backend)
-
-    def settle(self, backend: AttentionBackend) -> None:
-        """Go on with one way to attend."""
-        if backend != "auto":
-            self.graphs = self.variant(self.graphs.layer_functions, backend)
-
-    def variant(self, layer_functions: LayerFunctions, backend: AttentionBackend, smallest: int = 1) -> GraphCache:
-        """Passes in another way."""
-        return GraphCache(
-            capture=self.graphs.capture,
-            layer_functions=layer_functions,
-            attention_backend=backend,
-            min_bucket=smallest,
-            report=self.tell,
-        )
-
-    def variants(self) -> dict[str, Any]:
-        """A pass over one node and over 64 in every way there is; what a way runs into takes the place of its times."""
-        backends: tuple[AttentionBackend, ...] = ("sdpa", "matmul", "tree")
-        name = "captured" if self.graphs.capture is CudaGraphPass else "as it is"
-        ways: dict[str, tuple[LayerFunctions, AttentionBackend]] = {
-            f"{name}, {backend}": (EAGER, backend) for backend in backends
-        }
-        if self.graphs.layer_functions is not EAGER:
-            ways = {f"compiled, {backend}": (self.graphs.layer_functions, backend) for backend in backends}
-            ways = {"captured, sdpa": (EAGER, "sdpa"), **ways}
-        found: dict[str, Any] = {}
-        for name, (layer_functions, backend) in ways.items():
-            self.tell(f"passes, {name}")
-            try:
-                sizes = {size: self.variant(layer_functions, backend, size) for size in (1, 64)}
-                found[name] = {str(n): self.pass_ms(Forced(), NoTree(), graphs) for n, graphs in sizes.items()}
-            except Exception as error:  # one way that fails says nothing about the others
-                found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
-        return found
+        config = self.config
+        self.shape = model_shape(config.model)
+        self.target = random_target(self.shape.arch, config.placement)
+        capture = CudaGraphPass if self.device.type == "cuda" and config.compile != "off" else EagerPass
+        functions = compiled_layer_functions(tuned=config.tuned) if config.compile == "on" else EAGER
+        self.graphs = GraphCache(capture=capture, layer_functions=functions, report=self.set_stage)
+        self.use_attention(config.attention_backend)
 
     @property
     def device(self) -> torch.device:
-        return self.settings.placement.device
+        return self.config.placement.device
 
-    def draw(
+    def use_attention(self, backend: AttentionBackend) -> None:
+        """Run all following passes with one attention backend."""
+        if backend != "auto":
+            self.graphs = self._variant(self.graphs.layer_functions, backend)
+
+    def _variant(self, functions: LayerFunctions, backend: AttentionBackend, min_bucket: int = 1) -> GraphCache:
+        """Passes with other layer functions and another attention backend."""
+        return GraphCache(
+            capture=self.graphs.capture,
+            layer_functions=functions,
+            attention_backend=backend,
+            min_bucket=min_bucket,
+            report=self.set_stage,
+        )
+
+    def time_variants(self) -> dict[str, Any]:
+        """Milliseconds of a pass over 1 and over 64 nodes with every attention backend, or the error it raised."""
+        backends: tuple[AttentionBackend, ...] = ("sdpa", "matmul", "tree")
+        functions = self.graphs.layer_functions
+        prefix = "captured" if self.graphs.capture is CudaGraphPass else "eager"
+        if functions is not EAGER:
+            prefix = "compiled"
+        variants = {f"{prefix}, {backend}": (functions, backend) for backend in backends}
+        if functions is not EAGER:
+            variants = {"captured, sdpa": (EAGER, backends[0]), **variants}
+        times: dict[str, Any] = {}
+        for name, (layer_functions, backend) in variants.items():
+            self.set_stage(f"pass, {name}")
+            try:
+                sizes = {size: self._variant(layer_functions, backend, size) for size in (1, 64)}
+                times[name] = {str(size): self.pass_ms(Forced(), NoTree(), graphs) for size, graphs in sizes.items()}
+            except Exception as error:  # a variant that fails must not stop the others
+                times[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+        return times
+
+    def run_decode(
         self,
         drafter: Drafter,
         policy: TreePolicy,
         *,
         graphs: GraphCache | None = None,
         verifier: Verifier | None = None,
-        passes: int | None = None,
+        max_passes: int | None = None,
     ) -> list[StepResult]:
-        """The passes of a picture, or the first few after a long prompt; steps of the first image alone."""
-        given, own = self.settings, self.shape
+        """Steps of the first image of a batch: of a whole picture, or the first ones after a long prompt."""
+        config, shape = self.config, self.shape
         sampler = Sampler(
-            own.layout, range(given.batch), temperature=given.temperature, top_k=own.top_k, device=self.device
-        )  # fmt: skip
+            shape.layout,
+            range(config.batch),
+            temperature=config.temperature,
+            top_k=shape.top_k,
+            device=self.device,
+        )
+        prompts = shape.prompts(config.batch, 0 if max_passes is None else CONTEXT)
         steps = decode(
-            self.target, drafter, policy, verifier or Exact(),
-            own.prompts(given.batch, 0 if passes is None else CONTEXT), sampler,
-            guidance=own.guidance, graphs=graphs or self.graphs,
-        )  # fmt: skip
-        return collect_passes(steps, passes)
+            self.target,
+            drafter,
+            policy,
+            verifier or Exact(),
+            prompts,
+            sampler,
+            guidance=shape.guidance,
+            graphs=graphs or self.graphs,
+        )
+        return collect_passes(steps, max_passes)
 
     def pass_ms(self, drafter: Drafter, policy: TreePolicy, graphs: GraphCache | None = None) -> float:
-        """Milliseconds of a pass of one kind: the median of some."""
-        steps = self.draw(drafter, policy, graphs=graphs, passes=WARM + self.settings.passes)
-        return 1000 * statistics.median(step.seconds for step in steps[WARM:])
+        """Median milliseconds of a pass."""
+        steps = self.run_decode(drafter, policy, graphs=graphs, max_passes=WARMUP_PASSES + self.config.passes)
+        return 1000 * statistics.median(step.seconds for step in steps[WARMUP_PASSES:])
 
-    def drafter(self, kind: Kind) -> Drafter:
-        """A drafter of the usual size beside the target, with random weights."""
+    def make_drafter(self, kind: DrafterKind) -> Drafter:
+        """A drafter of the usual size for the target, with random weights."""
         if kind == "jacobi":
             return Jacobi()
         arch = self.shape.arch
         sizes = {"layers": 1 if kind == "eagle" else 2, "ffn": arch.ffn, "above": True, "slots": 16, "markov_dim": 512}
         with torch.device("cpu"):
             net = build_net(self.target, kind, sizes)
+        # Embedding and head are the target's: they are on the device already and keep their weights.
         embedding, head = net.body.embedding, net.body.head
         net.body.embedding, net.body.head = torch.nn.Identity(), torch.nn.Identity()  # type: ignore[assignment]
-        net = net.to(self.device, self.settings.placement.dtype).eval().requires_grad_(False)
+        net = net.to(self.device, self.config.placement.dtype).eval().requires_grad_(False)
         randomise(net)
         pack_weights(net)
         net.body.embedding, net.body.head = embedding, head
         return (BlockDrafter if kind == "block" else Eagle)(net)  # type: ignore[arg-type]
 
-    def plain(self) -> dict[str, Any]:
-        """A token of plain decoding over whole pictures, with all passes captured; and what the host adds to it."""
-        self.tell("whole pictures, plain")
-        began = time.perf_counter()
-        self.draw(Forced(), NoTree())
-        first = time.perf_counter() - began
-        pictures = [self.draw(Forced(), NoTree()) for _ in range(self.settings.pictures)]
-        spent = [1000 * sum(s.seconds for s in steps) / sum(len(s.tokens) for s in steps) for steps in pictures]
+    def time_plain(self) -> dict[str, Any]:
+        """Milliseconds per token of plain decoding over whole pictures, and the host's share of a pass."""
+        self.set_stage("plain decoding, whole pictures")
+        start = time.perf_counter()
+        self.run_decode(Forced(), NoTree())
+        first = time.perf_counter() - start
+        pictures = [self.run_decode(Forced(), NoTree()) for _ in range(self.config.pictures)]
+        per_token = [1000 * sum(s.seconds for s in steps) / sum(len(s.tokens) for s in steps) for steps in pictures]
         median = 1000 * statistics.median(step.seconds for steps in pictures for step in steps)
         return {
-            "ms_per_token": statistics.median(spent), "ms_per_token_each": spent, "median_pass_ms": median,
+            "ms_per_token": statistics.median(per_token),
+            "ms_per_token_each": per_token,
+            "median_pass_ms": median,
             **self._host_share(),
             "first_picture_seconds": first,
-        }  # fmt: skip
+        }
 
-    def _runs(self, graphs: GraphCache) -> list[Callable[[], None]]:
-        """The captured passes of the last picture, to be replayed when nothing depends on them any more."""
+    def _replays(self, graphs: GraphCache) -> list[Callable[[], None]]:
+        """Replay functions of the CUDA graphs of the last picture; their results are not used any more."""
         passes = list(graphs.runners.values())[-1]
         assert isinstance(passes, GraphRunner)
         return [run.replay for run in passes.passes.values() if isinstance(run, CudaGraphPass)]
 
     def _host_share(self) -> dict[str, float | None]:
-        """What the host adds to passes after a long prompt: beside them the same ones by the device's own clock."""
-        whole = self.pass_ms(Forced(), NoTree())
-        runs = self._runs(self.graphs)
-        if not runs:
+        """The host's share of a pass: wall time against the time of back-to-back replays on the device."""
+        wall = self.pass_ms(Forced(), NoTree())
+        replays = self._replays(self.graphs)
+        if not replays:
             return {"device_pass_ms": None, "host_share": None}
-        device = device_ms(runs[-1], repeats=5, together=8)  # without a gap; each adds a token, as those before did
-        return {"device_pass_ms": device, "host_share": max(0.0, 1 - device / whole)}
+        device = device_ms(replays[-1], repeats=5, batch=8)  # each replay appends a token, as in decoding
+        return {"device_pass_ms": device, "host_share": max(0.0, 1 - device / wall)}
 
     def profile(self, size: int) -> list[dict[str, Any]]:
-        """Where the device's time goes in a captured pass over so many nodes: kernels by name, the longest first."""
-        self.tell(f"kernels of a pass over {size} nodes")
+        """The longest kernels of a captured pass over `size` nodes."""
+        self.set_stage(f"kernels of a pass over {size} nodes")
         graphs = self.graphs.with_min_bucket(size)
-        self.draw(Forced(), NoTree(), graphs=graphs, passes=WARM)
-        runs = self._runs(graphs)
-        if not runs:
+        self.run_decode(Forced(), NoTree(), graphs=graphs, max_passes=WARMUP_PASSES)
+        replays = self._replays(graphs)
+        if not replays:
             return []
         from torch.profiler import ProfilerActivity, profile
 
-        runs[-1]()
+        replays[-1]()
         torch.cuda.synchronize()
         repeats = 4
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             for _ in range(repeats):
-                runs[-1]()
+                replays[-1]()
             torch.cuda.synchronize()
-        found = [
-            {"kernel": one.key[:120], "count": one.count / repeats, "ms": one.device_time_total / repeats / 1000}
-            for one in seen.key_averages()
-            if one.device_time_total > 0
+        kernels = [
+            {"kernel": event.key[:120], "count": event.count / repeats, "ms": event.device_time_total / repeats / 1000}
+            for event in profiler.key_averages()
+            if event.device_time_total > 0
         ]
-        return sorted(found, key=lambda one: -float(one["ms"]))[:KERNELS]
+        return sorted(kernels, key=lambda kernel: -float(kernel["ms"]))[:KERNELS]
 
-    def verify(self) -> dict[str, float]:
-        """A pass over so many nodes, without drafting."""
-        found = {}
-        for size in self.settings.sizes:
-            self.tell(f"a pass over {size} nodes")
-            found[str(size)] = self.pass_ms(Forced(), NoTree(), self.graphs.with_min_bucket(size))
-        return found
+    def time_sizes(self) -> dict[str, float]:
+        """Milliseconds of a pass over each number of nodes, without drafting."""
+        times = {}
+        for size in self.config.sizes:
+            self.set_stage(f"pass over {size} nodes")
+            times[str(size)] = self.pass_ms(Forced(), NoTree(), self.graphs.with_min_bucket(size))
+        return times
 
-    def levels(self) -> dict[str, Any]:
-        """What one more level of a drafter costs, by how many nodes it expands: differences of passes of one size."""
-        found: dict[str, Any] = {}
-        for kind in self.settings.drafters:
-            drafter, graphs = self.drafter(kind), self.graphs.with_min_bucket(32)
-            found[kind] = {}
+    def time_levels(self) -> dict[str, Any]:
+        """Milliseconds of one more draft level by its number of nodes: the difference of passes of the same size."""
+        times: dict[str, Any] = {}
+        for kind in self.config.drafters:
+            drafter, graphs = self.make_drafter(kind), self.graphs.with_min_bucket(32)
+            times[kind] = {}
             for width in (1, 8, 16):
-                self.tell(f"levels of {width} nodes, {kind}")
-                low, high = (
+                self.set_stage(f"draft levels of {width} nodes, drafter {kind}")
+                shallow, deep = (
                     self.pass_ms(drafter, FixedPlan(TreePlan(depth, width, min(width, 4), 32)), graphs)
                     for depth in (2, 8)
                 )
-                found[kind][str(width)] = (high - low) / 6
-        return found
+                times[kind][str(width)] = (deep - shallow) / 6
+        return times
 
-    def replay(self, trace: Trace, kind: Kind) -> dict[str, Any]:
-        """A whole picture with the accepted lengths of a trace."""
-        self.tell(f"a whole picture, replayed, {kind}")
-        drafter, verifier = self.drafter(kind), Replay(trace, self.device)
+    def time_replay(self, trace: Trace, kind: DrafterKind) -> dict[str, Any]:
+        """Milliseconds per token of a whole picture with the accepted lengths of a trace."""
+        self.set_stage(f"replayed picture, drafter {kind}")
+        drafter, verifier = self.make_drafter(kind), ReplayVerifier(trace, self.device)
         seconds, steps = [], []
         for _ in range(3):
             verifier.rewind()
-            steps = self.draw(drafter, Replan(trace), verifier=verifier)
+            steps = self.run_decode(drafter, ReplayPolicy(trace), verifier=verifier)
             seconds.append(sum(step.seconds for step in steps))
         tokens = sum(len(step.tokens) for step in steps)
         passes = list(self.graphs.runners.values())[-1]
         return {
-            "drafter": kind, "ms_per_token": 1000 * min(seconds[1:]) / tokens, "tokens_per_pass": tokens / len(steps),
-            "first_picture_seconds": seconds[0], "kinds": len(passes.passes), "trace": trace.about, "note": FORCED,
-        }  # fmt: skip
-
-
-def device_ms(work: Callable[[], Any], repeats: int = 20, together: int = 1) -> float:
-    """The median by the device's clock, or the host's where there is no device; `together` times without a wait."""
-    times = []
-    for _ in range(repeats):
-        if torch.cuda.is_available():
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            for _ in range(together):
-                work()
-            ended.record()
-            ended.synchronize()
-            times.append(began.elapsed_time(ended) / together)
-        else:
-            start = time.perf_counter()
-            work()
-            times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times)
-
-
-def bandwidth(device: torch.device) -> float:
-    """Bytes a second of a large copy, read and written."""
-    size = 2**32 if device.type == "cuda" else 2**26
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / (device_ms(lambda: target.copy_(source)) / 1000)
+            "drafter": kind,
+            "ms_per_token": 1000 * min(seconds[1:]) / tokens,
+            "tokens_per_pass": tokens / len(steps),
+            "first_picture_seconds": seconds[0],
+            "kinds": len(passes.passes),
+            "trace": trace.about,
+            "note": FORCED,
+        }
 
 
 def weight_bytes(target: DecoderTarget) -> int:
-    """What a pass has to read: everything but the embedding, of which it looks up a few rows."""
+    """Bytes that every pass reads: all weights but the embedding, of which it reads a few rows."""
     parameters = [(name, value) for name, value in target.net.named_parameters() if "embedding" not in name]
     return sum(value.numel() * value.element_size() for _, value in parameters)
 
 
-def layouts(target: DecoderTarget, rows: int) -> dict[str, float]:
-    """One matrix of the model times a few rows, stored either way: microseconds."""
+def time_weight_layouts(target: DecoderTarget, rows: int) -> dict[str, float]:
+    """Microseconds of one GEMM of the model with its weight stored output-major and input-major."""
     weight = target.net.blocks[0].gate_up.weight  # type: ignore[union-attr]
     assert isinstance(weight, Tensor)
     x = torch.randn(rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
-    either = {"output_major": weight.contiguous(), "input_major": weight.t().contiguous().t()}
-    return {name: 1000 * device_ms(lambda w=own: torch.nn.functional.linear(x, w)) for name, own in either.items()}  # type: ignore[misc]
+    layouts = {"output_major": weight.contiguous(), "input_major": weight.t().contiguous().t()}
+    times = {}
+    for name, matrix in layouts.items():
+        times[name] = 1000 * device_ms(lambda w=matrix: torch.nn.functional.linear(x, w))  # type: ignore[misc]
+    return times
 
 
-def fastest(variants: dict[str, Any]) -> AttentionBackend:
-    """The way to attend of the fastest variant, by one node and 64 together."""
-    worked = {name: sum(times.values()) for name, times in variants.items() if "error" not in times}
-    best = min(worked, key=lambda name: float(worked[name]), default="sdpa")
+def fastest_attention(variants: dict[str, Any]) -> AttentionBackend:
+    """The attention backend of the fastest variant, by the sum of passes over 1 and 64 nodes."""
+    totals = {name: sum(times.values()) for name, times in variants.items() if "error" not in times}
+    best = min(totals, key=lambda name: float(totals[name]), default="sdpa")
     backends: tuple[AttentionBackend, ...] = ("matmul", "tree")
     return next((backend for backend in backends if best.endswith(backend)), "sdpa")
 
 
-def nothing(_: dict[str, Any]) -> None:
-    """Keeps no parts."""
-
-
 @torch.inference_mode()
 def measure(
-    settings: EngineBenchConfig, traces: Sequence[tuple[Trace, Kind]], tell: Callable[[str], None], *, baseline: bool,
-    keep: Callable[[dict[str, Any]], None] = nothing,
-) -> dict[str, Any]:  # fmt: skip
-    """Everything there is to know, as a record; `keep` is given what is known so far after every part."""
-    device = settings.placement.device
-    speed = bandwidth(device)
-    bench = EngineBench(settings, tell)
-    read = weight_bytes(bench.target)
-    record: dict[str, Any] = {
-        "model": f"random:{settings.model}", "machine": about(device), "batch": settings.batch,
-        "guidance": bench.shape.guidance, "temperature": settings.temperature, "top_k": bench.shape.top_k,
-        "dtype": str(settings.placement.dtype).removeprefix("torch."), "compiled": settings.compile,
-        "attention": settings.attention_backend, "tuned": settings.tuned,
-        "tokens": bench.shape.layout.stop - bench.shape.layout.start,
-        "bytes_a_pass": read, "bandwidth_bytes_per_second": speed, "floor_ms": 1000 * read / speed,
-        "layouts_us": layouts(bench.target, 2 * settings.batch), "verify_ms": {}, "level_ms": {},
-        "replays": [], "profiles": {},
-    }  # fmt: skip
-    if device.type == "cuda" and settings.attention_backend == "auto":
-        record["variants_ms"] = bench.variants()
-        keep(record)
-        bench.settle(fastest(record["variants_ms"]))
+    config: EngineBenchConfig,
+    traces: Sequence[tuple[Trace, DrafterKind]],
+    set_stage: SetStage,
+    *,
+    baseline: bool,
+    save: Save = lambda record: None,
+) -> dict[str, Any]:
+    """Measure everything; `save` receives the record after every part, so that a stopped run keeps what it has."""
+    device = config.placement.device
+    set_stage("copy bandwidth")
+    bandwidth = copy_bandwidth(device)
+    set_stage(f"random weights of {config.model}")
+    bench = EngineBench(config, set_stage)
+    record = _start_record(bench, bandwidth)
+    if device.type == "cuda" and config.attention_backend == "auto":
+        record["variants_ms"] = bench.time_variants()
+        save(record)
+        bench.use_attention(fastest_attention(record["variants_ms"]))
         record["attention"] = bench.graphs.attention_backend
-    plain = bench.plain()
+    plain = bench.time_plain()
     record["plain"] = {**plain, "over_floor": plain["ms_per_token"] / record["floor_ms"]}
-    keep(record)
+    save(record)
     for trace, kind in traces:
-        found = bench.replay(trace, kind)
-        record["replays"].append({**found, "over_plain": plain["ms_per_token"] / found["ms_per_token"]})
-        keep(record)
-    record["verify_ms"] = bench.verify()
+        replay = bench.time_replay(trace, kind)
+        record["replays"].append({**replay, "over_plain": plain["ms_per_token"] / replay["ms_per_token"]})
+        save(record)
+    record["verify_ms"] = bench.time_sizes()
     record["context"] = CONTEXT
-    keep(record)
-    record["level_ms"] = bench.levels()
+    save(record)
+    record["level_ms"] = bench.time_levels()
     if device.type == "cuda":
         record["peak_bytes"] = peak_bytes(device)
-    keep(record)
+    save(record)
     if baseline:
-        from underdraw.bench.transformers_baseline import transformers_ms
+        from underdraw.bench.transformers_baseline import time_transformers
 
-        tell("transformers, as it is")
-        record["transformers"] = transformers_ms(settings.model, bench.shape, settings.placement, settings.batch)
-        keep(record)
-    # Last of all, since kernels take longer to begin in a process that has been profiled.
+        set_stage("transformers")
+        record["transformers"] = time_transformers(config.model, bench.shape, config.placement, config.batch)
+        save(record)
+    # Last, since kernel launches are slower in a process that was profiled.
     record["profiles"] = {str(size): bench.profile(size) for size in (1, 64)}
-    keep(record)
+    save(record)
     return record
+
+
+def _start_record(bench: EngineBench, bandwidth: float) -> dict[str, Any]:
+    """Settings, and what is measured without a decode."""
+    config, shape, size = bench.config, bench.shape, weight_bytes(bench.target)
+    return {
+        "kind": "engine",
+        "model": f"random:{config.model}",
+        "machine": describe_machine(bench.device),
+        "batch": config.batch,
+        "guidance": shape.guidance,
+        "temperature": config.temperature,
+        "top_k": shape.top_k,
+        "dtype": str(config.placement.dtype).removeprefix("torch."),
+        "compiled": config.compile,
+        "attention": config.attention_backend,
+        "tuned": config.tuned,
+        "tokens": shape.layout.stop - shape.layout.start,
+        "bytes_a_pass": size,
+        "bandwidth_bytes_per_second": bandwidth,
+        "floor_ms": 1000 * size / bandwidth,
+        "layouts_us": time_weight_layouts(bench.target, 2 * config.batch),
+        "verify_ms": {},
+        "level_ms": {},
+        "replays": [],
+        "profiles": {},
+    }

@@ -1,4 +1,4 @@
-"""On what a number was measured: processor and devices, versions, and the commit of the code if it has one."""
+"""The machine and the software that a number was measured with."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import underdraw
 from underdraw.engine.autotune import processor
 
 
-def about(device: torch.device) -> dict[str, Any]:
-    """Hardware, versions and commit, for records."""
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Hardware, versions and commit, for result files."""
     return {
         "underdraw": underdraw.__version__,
-        "commit": commit(),
+        "commit": current_commit(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "numpy", "safetensors")},
+        **{name: _package_version(name) for name in ("torch", "numpy", "safetensors")},
         "platform": platform.platform(),
         "processor": processor(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
@@ -31,25 +31,25 @@ def about(device: torch.device) -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
-    """The commit of the code that runs, with a + if it was changed since; None where there is no repository.
+def current_commit() -> str | None:
+    """The git commit of the running code, with a + if files were changed since; None outside a repository.
 
-    The variable UNDERDRAW_COMMIT says it for code that was copied out of its repository.
+    $UNDERDRAW_COMMIT overrides it, for code that was copied out of its repository.
     """
-    if told := os.environ.get("UNDERDRAW_COMMIT"):
-        return told
+    if override := os.environ.get("UNDERDRAW_COMMIT"):
+        return override
     folder = Path(underdraw.__file__).parent
     try:
-        found = [
+        commit, changes = (
             subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout
             for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no", "--", "."))
-        ]
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-    return found[0].strip() + ("+" if found[1].strip() else "")
+    return commit.strip() + ("+" if changes.strip() else "")
 
 
-def _version(name: str) -> str | None:
+def _package_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:

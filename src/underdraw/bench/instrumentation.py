@@ -1,13 +1,11 @@
-"""Watching a decode from outside: the time that its drafter takes.
-
-The drafter is wrapped, the loop is not touched: the same calls with the same arguments in the same order.
-"""
+"""Timing of drafters inside a decode, without changing it, and of work on a device."""
 
 from __future__ import annotations
 
 import inspect
+import statistics
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,85 +26,88 @@ from underdraw.protocols import (
 from underdraw.tree import DraftTree
 
 
-class Clock:
-    """Adds up spans of time. On a CUDA device they lie between events, since launching work is not doing it.
+class SpanTimer:
+    """Adds up the time of named spans: wall time on a CPU, time between CUDA events on a GPU.
 
-    A span has the same two events every time, also inside captured work, so `lap` has to be called before it comes
-    again.
+    A span uses the same two events every time, also inside a captured CUDA graph, so `collect` must be called before
+    the span comes again.
     """
 
     def __init__(self, device: torch.device, *, captured: bool = False) -> None:
         self.device, self.captured, self.seconds = device, captured, 0.0
-        self._options = {"enable_timing": True, **({"external": True} if captured else {})}
+        # Events recorded inside a CUDA graph must be external, or their times cannot be read.
+        self._event_options = {"enable_timing": True, **({"external": True} if captured else {})}
         self._events: dict[str, list[Any]] = {}
-        known = inspect.signature(torch.cuda.Event.__new__).parameters
-        if captured and device.type == "cuda" and "external" not in known:
+        supports_external = "external" in inspect.signature(torch.cuda.Event.__new__).parameters
+        if captured and device.type == "cuda" and not supports_external:
             raise ConfigError(
-                f"torch {torch.__version__} cannot measure time inside captured passes; use torch 2.8 or newer."
+                f"torch {torch.__version__} cannot measure time inside CUDA graphs; use torch 2.8 or newer."
             )
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         if self.device.type == "cuda":
             if name not in self._events:
-                self._events[name] = [torch.cuda.Event(**self._options) for _ in range(2)]
-            began, ended = self._events[name]
-            began.record()
+                self._events[name] = [torch.cuda.Event(**self._event_options) for _ in range(2)]
+            start, end = self._events[name]
+            start.record()
             yield
-            ended.record()
+            end.record()
         else:
-            start = time.perf_counter()
+            began = time.perf_counter()
             yield
-            self.seconds += time.perf_counter() - start
+            self.seconds += time.perf_counter() - began
 
-    def lap(self) -> None:
-        """Add what lies between the events, and wait for the last of them if need be."""
-        for began, ended in self._events.values():
-            ended.synchronize()
-            self.seconds += began.elapsed_time(ended) / 1000
+    def collect(self) -> None:
+        """Add the time between the events of every span, waiting for the last one if necessary."""
+        for start, end in self._events.values():
+            end.synchronize()
+            self.seconds += start.elapsed_time(end) / 1000
 
 
-class Timed:
-    """A drafter that keeps time, also where its passes are captured."""
+class TimedDrafter:
+    """A drafter whose `draft` and `commit` are timed, also inside CUDA graphs."""
 
-    def __init__(self, drafter: Drafter, clock: Clock) -> None:
-        self.drafter, self.clock, self.proposes = drafter, clock, drafter.proposes
+    def __init__(self, drafter: Drafter, timer: SpanTimer) -> None:
+        self.drafter, self.timer, self.proposes = drafter, timer, drafter.proposes
 
     def open(
         self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
-    ) -> TimedSession | TimedLasting:
+    ) -> TimedSession | TimedCapturableSession:
         session = self.drafter.open(prompts, layout, prefill, guidance=guidance)
-        if self.clock.captured and isinstance(session, CapturableDraft):
-            return TimedLasting(session, self.clock)
-        return TimedSession(session, self.clock)
+        if self.timer.captured and isinstance(session, CapturableDraft):
+            return TimedCapturableSession(session, self.timer)
+        return TimedSession(session, self.timer)
 
 
 class TimedSession:
-    def __init__(self, session: DrafterSession, clock: Clock) -> None:
-        self.session, self.clock = session, clock
+    """A draft session that runs eagerly."""
+
+    def __init__(self, session: DrafterSession, timer: SpanTimer) -> None:
+        self.session, self.timer = session, timer
 
     def draft(self, request: DraftRequest) -> DraftTree:
-        with self.clock.span("draft"):
+        with self.timer.span("draft"):
             return self.session.draft(request)
 
     def commit(self, verified: VerifiedStep) -> None:
-        with self.clock.span("commit"):
+        with self.timer.span("commit"):
             self.session.commit(verified)
-        self.clock.lap()
+        self.timer.collect()
 
 
-class TimedLasting(CapturableDraft):
-    """The same for a session whose passes are captured."""
+class TimedCapturableSession(CapturableDraft):
+    """A draft session whose passes are captured: times are collected in `sync`, after the replay."""
 
-    def __init__(self, session: CapturableDraft, clock: Clock) -> None:
-        self.session, self.clock = session, clock
+    def __init__(self, session: CapturableDraft, timer: SpanTimer) -> None:
+        self.session, self.timer = session, timer
 
     def draft(self, request: DraftRequest) -> DraftTree:
-        with self.clock.span("draft"):
+        with self.timer.span("draft"):
             return self.session.draft(request)
 
     def commit(self, verified: VerifiedStep) -> None:
-        with self.clock.span("commit"):
+        with self.timer.span("commit"):
             self.session.commit(verified)
 
     def restart(self, prompts: Sequence[Prompt], prefill: PrefillOutput) -> bool:
@@ -116,5 +117,32 @@ class TimedLasting(CapturableDraft):
         return self.session.prepare(config)
 
     def sync(self, counts: tuple[int, ...]) -> None:
-        self.clock.lap()
+        self.timer.collect()
         self.session.sync(counts)
+
+
+def device_ms(work: Callable[[], Any], repeats: int = 20, batch: int = 1) -> float:
+    """Median milliseconds of `work`, by CUDA events over `batch` calls without a wait; wall time without a GPU."""
+    times = []
+    for _ in range(repeats):
+        if torch.cuda.is_available():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(batch):
+                work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / batch)
+        else:
+            began = time.perf_counter()
+            work()
+            times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large copy, read and written."""
+    size = 2**32 if device.type == "cuda" else 2**26
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / (device_ms(lambda: target.copy_(source)) / 1000)

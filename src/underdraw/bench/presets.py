@@ -1,24 +1,85 @@
-"""The experiments, as data: the paper's tables, and what its reviewers asked for. Nothing here runs.
+"""Benchmark methods and the experiments (presets) that compare them with plain autoregression. Data only: no torch.
 
-Depth 5, top-k 10 and 59 nodes are the tree of EAGLE-2 in the published code of LANTERN; delta 0.5 and k 100 stand in
-the published command line of ADT-Tree. LANTERN++'s ratio 2 and k 10 are our choice.
+Depth 5, top-k 10 and 59 nodes are EAGLE-2's tree in the published code of LANTERN; delta 0.5 and k 100 are in the
+published command line of ADT-Tree. LANTERN++'s ratio 2 and k 10 are our choice.
 """
 
 from __future__ import annotations
 
-from underdraw.bench.methods import Method, Preset
-from underdraw.errors import unknown
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
 
+from underdraw.errors import ConfigError, unknown
+
+PLAIN = "AR"  # the name of plain autoregression, the baseline of every run
+DEFAULT = "default"  # the method of a user who sets no options
 LANTERN, LANTERN_PLUS = "lantern:delta=0.5,k=100", "lantern:delta=1,ratio=2,k=10"
-WINDOW = 24  # tokens that Jacobi methods guess ahead: what pays for the embedded model on a CPU
+JACOBI_WINDOW = 24  # tokens that Jacobi methods draft ahead: the fastest for the embedded model on a CPU
 DEPTHS = (3, 4, 5, 6, 8)
-DEFAULT = "default"  # the name of the tree that is chosen where nobody chooses
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One row of a table: a combination of tree policy, verifier, drafter and proposal, as on the command line."""
+
+    name: str
+    tree: str
+    verifier: str = "exact"
+    drafter: str = "auto"  # "trained": the drafter that comes with the model, even if another one is its default
+    proposal: str = "auto"
+    about: str = ""  # one line for readers
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """An experiment: its question, and the methods that it compares with plain autoregression."""
+
+    name: str
+    question: str
+    methods: tuple[Method, ...]
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    prompts: int | None = None  # how many prompts are enough; None: all of them
+    drafter: Literal["trained", "any"] = "trained"  # "any": also runs with the fallback of a model without a drafter
+
+
+AR = Method(PLAIN, tree="none", drafter="forced", about="plain autoregression, one token a pass")
+
+
+def method_grid(
+    trees: Sequence[str], verifiers: Sequence[str], drafters: Sequence[str], proposals: Sequence[str]
+) -> tuple[Method, ...]:
+    """Every combination of the four parts, named by the parts that vary."""
+    axes = (trees, verifiers, drafters, proposals)
+    methods = []
+    for parts in itertools.product(*axes):
+        varying = [part for part, axis in zip(parts, axes, strict=True) if len(axis) > 1]
+        methods.append(Method(" ".join(varying) or parts[0], *parts))
+    return tuple(methods)
+
+
+def check_method_names(methods: Sequence[Method]) -> None:
+    """Raise a ConfigError if two methods of a run have the same name."""
+    names = [method.name for method in methods]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ConfigError(f"method {duplicates[0]!r} appears twice; every method of a run needs a different name.")
+
 
 MAIN = Preset(
     "paper-main",
-    "How fast is each method, and is the image still the one of plain autoregression?",
+    "How fast is each method, and is its image identical to that of plain autoregression?",
     (
-        Method("EAGLE-1", "static", "rejection", about="static tree, drawn from q, judged by p / q; exact law"),
+        Method(
+            "EAGLE-1",
+            "static",
+            "rejection",
+            about="static tree sampled from q, accepted by p / q; the same distribution, other images",
+        ),
         Method("EAGLE-2", "confidence", "exact", proposal="topk", about="dynamic tree of the top-k of q; exact"),
         Method("LANTERN", "confidence", LANTERN, about="EAGLE-2's tree, relaxed acceptance; not exact"),
         Method(
@@ -27,22 +88,34 @@ MAIN = Preset(
         Method("ADT-Tree", "adjacency", "exact", proposal="topk", about="adjacency-adaptive tree as published; exact"),
         Method("ADT-Tree + LANTERN", "adjacency", LANTERN, about="the same with relaxed acceptance; not exact"),
         Method(
-            "SJD", f"chain:depth={WINDOW}", "rejection", f"jacobi:window={WINDOW}",
-            about="speculative Jacobi decoding as published, no drafter; exact law",
+            "SJD",
+            f"chain:depth={JACOBI_WINDOW}",
+            "rejection",
+            f"jacobi:window={JACOBI_WINDOW}",
+            about="speculative Jacobi decoding as published, no drafter network; the same distribution, other images",
         ),
         Method(
-            "SJD, shared noise", f"chain:depth={WINDOW}", "exact", f"jacobi:window={WINDOW}",
-            about="Jacobi with the target's noise, no drafter; exact",
+            "SJD, shared noise",
+            f"chain:depth={JACOBI_WINDOW}",
+            "exact",
+            f"jacobi:window={JACOBI_WINDOW}",
+            about="Jacobi decoding with the target's noise, no drafter network; exact",
         ),
         Method("ours: adjacency", "adjacency", "exact", proposal="coupled", about="ADT-Tree with shared noise; exact"),
-        Method("ours: cost", "auto", "exact", proposal="coupled", about="shared noise, trees as large as pays; exact"),
+        Method(
+            "ours: cost",
+            "auto",
+            "exact",
+            proposal="coupled",
+            about="shared noise, tree size from the cost model; exact",
+        ),
     ),
     prompts=100,
-)  # fmt: skip
+)
 
 INIT = Preset(
     "paper-init",
-    "Whose state should a tree start from: the left neighbour's, the one's above, both, or a random one?",
+    "Which neighbour's tree state should a tree start from: left, above, both, or a random one?",
     tuple(
         Method(f"{init}, {proposal}", f"adjacency:init={init}", "exact", proposal=proposal)
         for proposal in ("topk", "coupled")
@@ -53,7 +126,7 @@ INIT = Preset(
 
 BUDGET = Preset(
     "fair-budget",
-    "Does ADT-Tree beat trees of one size that have its own mean depth and node budget?",
+    "Does ADT-Tree beat fixed-size trees with the same mean depth and node budget?",
     (
         Method("ADT-Tree", "adjacency", "exact", proposal="topk"),
         Method("ADT-Tree, shared noise", "adjacency", "exact", proposal="coupled"),
@@ -96,7 +169,7 @@ SENSITIVITY = Preset(
 
 HELPS = Preset(
     "what-helps",
-    "Is it the neighbour in the picture that helps, or any adaptation, or just the drafter's confidence?",
+    "What helps: the neighbouring cell's tree, any adaptation, or the drafter's confidence alone?",
     tuple(
         Method(f"{name}, {proposal}", tree, "exact", proposal=proposal)
         for proposal in ("topk", "coupled")
@@ -126,9 +199,9 @@ DELTA = Preset(
 
 TARGETS = Preset(
     "targets",
-    "How fast are the defaults beside plain autoregression, and do all trees give its very pixels?",
+    "How fast are the defaults compared with plain autoregression, and are all images identical to its images?",
     (
-        Method(DEFAULT, "auto", about="what a user gets who chooses nothing"),
+        Method(DEFAULT, "auto", about="no options set"),
         *(Method(tree, tree, drafter="trained") for tree in ("chain", "static", "confidence", "adjacency")),
     ),
     prompts=12,
@@ -138,8 +211,8 @@ TARGETS = Preset(
 PRESETS = {preset.name: preset for preset in (MAIN, INIT, BUDGET, SENSITIVITY, HELPS, DELTA, TARGETS)}
 
 
-def preset(name: str) -> Preset:
-    """The preset of a name."""
+def find_preset(name: str) -> Preset:
+    """The preset with this name, or a ConfigError that lists all of them."""
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
     return PRESETS[name]

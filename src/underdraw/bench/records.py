@@ -1,142 +1,248 @@
-"""Results that are one JSON file each, as a sentence and a table of Markdown. Knows what figures mean, and no model."""
+"""JSON result files (`kind`: engine, agreement, statistics, subjects, targets) as sections. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from underdraw.bench.results import read_json
-from underdraw.bench.tables import markdown
+from underdraw.bench.presets import PLAIN
+from underdraw.bench.sections import Record, Section, Table, describe_settings, figure_sections, percent
 from underdraw.errors import ConfigError
-
-Found = dict[str, Any]
-
-
-def block(path: Path) -> str:
-    """What a page says of a result."""
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("kind") not in TABLES:
-        raise ConfigError(f"{path} is no result of one of {', '.join(TABLES)}; make it again.")
-    return f"{head(found)}\n\n{table(found)}"
+from underdraw.io import read_json
 
 
-def head(found: Found) -> str:
-    """On what it was measured."""
-    machine, settings = found["machine"], found["settings"]
-    on = machine["processor"] + f", {machine['threads']} threads" if machine["device"] == "cpu" else machine["device"]
-    return HEADS[found["kind"]](found) + (
-        f" Drafter {settings['drafter']}, {settings['dtype']}, guidance {settings['guidance']:g}, on {on}, torch "
-        f"{machine['torch']}, commit {str(machine['commit'])[:12]}."
-    )
+def record_sections(record: Record) -> list[Section]:
+    """The sections of one result."""
+    return RENDERERS[record_kind(record)](record)
 
 
-def told(settings: Found) -> Found:
-    """Settings for records: of a drafter's folder only the name, since the way to it says nothing to others."""
-    drafter = str(settings["drafter"])
-    return {**settings, "drafter": Path(drafter).name if Path(drafter).is_absolute() else drafter}
+def record_kind(record: Record) -> str:
+    """The kind of a result, also of files from before engine results had one."""
+    kind = record.get("kind") or ("agreement" if "shapes" in record else "engine" if "floor_ms" in record else "")
+    if kind not in RENDERERS:
+        raise ConfigError(f"a result has the unknown kind {kind!r}; allowed: {', '.join(RENDERERS)}.")
+    return str(kind)
 
 
-def table(found: Found) -> str:
-    """The figures."""
-    return TABLES[found["kind"]](found)
+def read_record(path: Path) -> dict[str, Any]:
+    """A result file, checked to be one."""
+    record = read_json(path, "a result")
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path} is not a result: it holds no JSON object.")
+    try:
+        record_kind(record)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return record
 
 
-SUBJECTS = ("pictures", "count", "top-1", "top-5", "median rank", "top-1, other styles", "top-5, other styles",
-            "border has the colour")  # fmt: skip
-NAMES = {
-    "training": "training subjects", "held-out": "held-out subjects", "new style": "known subject in a new style",
-    "new pair": "new pairs, each half",
-}  # fmt: skip
-SOURCES = {"drawn": "drawn", "true": "true pictures", "coded": "true pictures after the tokenizer"}
-
-
-def _subjects_head(found: Found) -> str:
-    return (
-        f"Rank of the asked subject among {found['candidates']} ({found['held_out_candidates']} of them held out) by "
-        f"the nearest of {found['gallery']} true pictures in the features of {found['network']}; temperature "
-        f"{found['settings']['temperature']:g}, seed {found['seed']}."
-    )
-
-
-def _subjects(found: Found) -> str:
-    chance = found["chance"]
-    rows = [["chance", "", _share(chance["top1"]), _share(chance["top5"]), f"{chance['median_rank']:g}",
-             _share(chance["top1"]), _share(chance["top5"]), _share(chance["colour"])]]  # fmt: skip
-    for entry in found["sets"]:
-        for source, name in SOURCES.items():
-            if source in entry:
-                rows.append(_subject_row(f"{NAMES[entry['set']]}: {name}", entry[source]))
-    return markdown(SUBJECTS, rows)
-
-
-def _subject_row(name: str, one: Found) -> list[str]:
-    return [
-        name, str(one["ranked"]), _share(one["top1"]), _share(one["top5"]), f"{one['median_rank']:g}",
-        _share(one["other_top1"]), _share(one["other_top5"]), _share(one["colour"]),
-    ]  # fmt: skip
-
-
-def _statistics_head(found: Found) -> str:
-    return f"{found['prompts']} prompts, seeds from {found['seed']}, tree {found['settings']['tree']}."
-
-
-def _statistics(found: Found) -> str:
-    parts = []
-    if found["loss"]:
-        rows = [[name, str(one["pictures"]), f"{one['loss']:.3f}", f"{one['without_caption']:.3f}"]
-                for name, one in found["loss"].items()]  # fmt: skip
-        parts.append(markdown(("subjects", "pictures", "loss, nats a code", "without the caption"), rows))
-    names = ("left", "above", "above-right")
-    rows = []
-    for one in found["entries"]:
-        for what, key in (("accepted lengths of passes", "length_correlation"), ("first child", "first_child")):
-            if key in one:
-                shown = ["-" if one[key][name] is None else f"{one[key][name]:.2f}" for name in names]
-                rows.append([f"{one['temperature']:g}", f"{one['entropy']:.2f}", _share(one["top1"]),
-                             f"{one['tokens_per_pass']:.2f}", what, *shown])  # fmt: skip
-    titles = ("T", "entropy, nats a code", "top-1 chance", "tokens a pass", "correlation of", *names)
-    parts.append(markdown(titles, rows))
-    deep = [one for one in found["entries"] if "accepted" in one]
-    if deep:
-        best = [f"T={one['temperature']:g}: {count}" for one in deep for count in (1, 2, 4, 8)]
-        levels = min(len(one["accepted"]) for one in deep)
-        rows = [
-            [str(level + 1), *(f"{share:.2f}" for one in deep for share in one["accepted"][level])]
-            for level in range(levels)
-        ]
-        parts.append("Chance that the target's token is among the best k children, all before it accepted:")
-        parts.append(markdown(("depth", *best), rows))
-    else:
-        rows = [[f"{one['temperature']:g}", *_lengths(one["lengths"])] for one in found["entries"]]
-        parts.append("Share of passes that accept so many guesses:")
-        parts.append(markdown(("T", "0", "1", "2 to 3", "4 to 7", "8 to 15", "16 and more"), rows))
-    return "\n\n".join(parts)
-
-
-def _lengths(counts: list[int]) -> list[str]:
-    bounds, total = (0, 1, 2, 4, 8, 16, len(counts) + 16), sum(counts)
-    return [_share(sum(counts[low:high]) / total) for low, high in pairwise(bounds)]
-
-
-TARGETS = ("T", "what", "wanted", "measured", "")
-
-
-def _targets_head(found: Found) -> str:
-    return f"{found['prompts']} prompts, {found['repeats']} turns, against plain AR in the same turn."
-
-
-def _targets(found: Found) -> str:
-    rows = [
-        [one["temperature"], one["what"], one["wanted"], one["measured"], "reached" if one["reached"] else "missed"]
-        for one in found["checks"]
+def engine_records(folder: Path) -> list[dict[str, Any]]:
+    """The engine and agreement results of a folder, agreement last."""
+    records = [read_json(path, "a result") for path in sorted(folder.glob("*.json"))]
+    records = [
+        record for record in records if isinstance(record, dict) and ("floor_ms" in record or "shapes" in record)
     ]
-    return markdown(TARGETS, rows)
+    return sorted(records, key=lambda record: record_kind(record) == "agreement")
 
 
-def _share(value: float) -> str:
-    return f"{100 * value:.0f} %"
+def engine_folder_sections(folder: Path) -> list[Section]:
+    """The figure and all records of a folder that benchmarks/gpu_session.py has written."""
+    return [
+        *figure_sections(folder),
+        *(section for record in engine_records(folder) for section in record_sections(record)),
+    ]
 
 
-HEADS = {"subjects": _subjects_head, "statistics": _statistics_head, "targets": _targets_head}
-TABLES = {"subjects": _subjects, "statistics": _statistics, "targets": _targets}
+# ------------------------------------------------------------------------------------------------- engine, agreement
+
+
+def engine_rows(record: Record) -> Iterator[tuple[str, str]]:
+    """Name and value of everything that was measured; a stopped run has measured less."""
+    plain, verify = record.get("plain"), record.get("verify_ms", {})
+    yield "copy bandwidth", f"{record['bandwidth_bytes_per_second'] / 1e12:.2f} TB/s"
+    yield "weights read per pass", f"{record['bytes_a_pass'] / 1e9:.2f} GB"
+    yield "bandwidth bound of a pass", f"{record['floor_ms']:.2f} ms"
+    for name, times in record.get("variants_ms", {}).items():
+        text = times.get("error") or ", ".join(f"{spent:.2f} ms" for spent in times.values())
+        yield f"pass over 1 and 64 nodes, {_current_name(name)}", text
+    if plain is not None:
+        yield "plain decoding, per token", f"{plain['ms_per_token']:.2f} ms, {plain['over_floor']:.2f} x the bound"
+        yield "first picture, with compilation and capture", f"{plain['first_picture_seconds']:.1f} s"
+        if plain["host_share"] is not None:
+            yield "host share of a pass", percent(plain["host_share"], 1)
+    for size, spent in verify.items():
+        ratio = f", {spent / verify['1']:.2f} x one node" if "1" in verify else ""
+        yield f"pass over {size} nodes", f"{spent:.2f} ms{ratio}"
+    for drafter, widths in record.get("level_ms", {}).items():
+        for width, spent in widths.items():
+            yield f"one draft level, drafter {drafter}, {width} nodes", f"{spent:.3f} ms"
+    if "transformers" in record:
+        other = record["transformers"]
+        ratio = "" if plain is None else f", {other['ms_per_token'] / plain['ms_per_token']:.1f} x plain decoding"
+        yield f"transformers {other['version']} ({other['class']})", f"{other['ms_per_token']:.2f} ms per token{ratio}"
+    for replay in record.get("replays", []):
+        name = f"replayed, drafter {replay['drafter']}, {replay['tokens_per_pass']:.2f} tokens/pass (forced)"
+        yield (
+            name,
+            f"{replay['ms_per_token']:.2f} ms per token, {replay['over_plain']:.2f} x the speed of plain decoding",
+        )
+
+
+def _current_name(text: str) -> str:
+    """Attention backends had other names in older results."""
+    for older, current in (("fused", "sdpa"), ("products", "matmul"), ("split", "tree")):
+        text = text.replace(older, current)
+    return text
+
+
+def _engine(record: Record) -> list[Section]:
+    machine = record["machine"]
+    text = (
+        f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}, commit {machine['commit']}; "
+        f"guidance {record['guidance']}, temperature {record['temperature']}, top-k {record['top_k']}, "
+        f"{record['tokens']} tokens, compiled: {record['compiled']}, attention: {_current_name(record['attention'])}."
+    )
+    rows = [list(row) for row in engine_rows(record)]
+    notes = dict.fromkeys(replay["note"] for replay in record.get("replays", []))
+    heading = f"{record['model']}, {record['dtype']}, batch {record['batch']}"
+    note = " ".join(f"Replayed: {note}." for note in notes)
+    sections = [Section(heading, text, Table(("measured", "value"), rows), note)]
+    for size, kernels in record.get("profiles", {}).items():
+        rows = [[f"`{kernel['kernel']}`", f"{kernel['count']:.0f}", f"{kernel['ms']:.3f}"] for kernel in kernels]
+        if rows:
+            sections.append(Section(table=Table((f"kernel of a pass over {size} nodes", "launches", "ms"), rows)))
+    return sections
+
+
+def _agreement(record: Record) -> list[Section]:
+    machine = record["machine"]
+    text = (
+        f"Drafter jacobi (chains of {record['nodes']} nodes). {machine['device']}, torch {machine['torch']}, commit "
+        f"{machine['commit']}; guidance {record['guidance']}, temperature {record['temperature']}."
+    )
+    rows = [
+        [SHAPE_NAMES.get(name, name), percent(shares["tokens_equal"], 2), percent(shares["pictures_equal"])]
+        for name, shares in record["shapes"].items()
+    ]
+    columns = ("plain passes run over", "equal tokens, forced context", "identical images, end to end")
+    heading = f"Agreement of plain and tree passes: {record['model']}, {record['dtype']}, {record['pictures']} images"
+    return [Section(heading, text, Table(columns, rows))]
+
+
+SHAPE_NAMES = {"the same shapes": "the shapes of tree passes"}  # keys of agreement results
+
+# --------------------------------------------------------------------------------------------------- statistics
+
+NEIGHBOURS = ("left", "above", "above-right")
+
+
+def _statistics(record: Record) -> list[Section]:
+    settings = record["settings"]
+    text = (
+        f"{record['prompts']} prompts, seeds from {record['seed']}, tree {settings['tree']}. "
+        f"{describe_settings(settings, record['machine'])}"
+    )
+    sections = [Section(text=text)]
+    if record["loss"]:
+        rows = [
+            [split, str(loss["pictures"]), f"{loss['loss']:.3f}", f"{loss['without_caption']:.3f}"]
+            for split, loss in record["loss"].items()
+        ]
+        columns = ("subjects", "pictures", "loss, nats per code", "without the caption")
+        sections.append(Section(table=Table(columns, rows)))
+    rows = [row for entry in record["entries"] for row in _correlations(entry)]
+    titles = ("T", "entropy, nats per code", "top-1 probability", "tokens/pass", "correlation of", *NEIGHBOURS)
+    sections.append(Section(table=Table(titles, rows)))
+    sections.append(_acceptance(record["entries"]))
+    return sections
+
+
+def _correlations(entry: Record) -> Iterator[list[str]]:
+    for label, key in (("accepted tokens of passes", "length_correlation"), ("first child", "first_child")):
+        if key in entry:
+            values = ["-" if entry[key][name] is None else f"{entry[key][name]:.2f}" for name in NEIGHBOURS]
+            numbers = [f"{entry['entropy']:.2f}", percent(entry["top1"]), f"{entry['tokens_per_pass']:.2f}"]
+            yield [f"{entry['temperature']:g}", *numbers, label, *values]
+
+
+def _acceptance(entries: list[dict[str, Any]]) -> Section:
+    """By depth and rank where the drafter has levels that can be probed, else by length."""
+    probed = [entry for entry in entries if "accepted" in entry]
+    if probed:
+        columns = ["depth", *(f"T={entry['temperature']:g}: {count}" for entry in probed for count in (1, 2, 4, 8))]
+        depth = min(len(entry["accepted"]) for entry in probed)
+        rows = [
+            [str(level + 1), *(f"{share:.2f}" for entry in probed for share in entry["accepted"][level])]
+            for level in range(depth)
+        ]
+        text = "Probability that the target's token is among the best k children, given that its parents were accepted:"
+        return Section(text=text, table=Table(columns, rows))
+    columns = ["T", "0", "1", "2 to 3", "4 to 7", "8 to 15", "16 and more"]
+    rows = [[f"{entry['temperature']:g}", *_length_shares(entry["lengths"])] for entry in entries]
+    return Section(text="Share of passes by the number of accepted tokens:", table=Table(columns, rows))
+
+
+def _length_shares(counts: list[int]) -> list[str]:
+    bounds, total = (0, 1, 2, 4, 8, 16, len(counts) + 16), sum(counts)
+    return [percent(sum(counts[low:high]) / total) for low, high in pairwise(bounds)]
+
+
+# --------------------------------------------------------------------------------- results of recipes/tiny
+
+SUBJECT_SETS = {
+    "training": "training subjects",
+    "held-out": "held-out subjects",
+    "new style": "training subjects in a new style",
+    "new pair": "new pairs, each half",
+}
+SUBJECT_SOURCES = {"drawn": "generated", "true": "true pictures", "coded": "true pictures after the tokenizer"}
+
+
+def _subjects(record: Record) -> list[Section]:
+    settings = record["settings"]
+    text = (
+        f"Rank of the requested subject among {record['candidates']} "
+        f"({record['held_out_candidates']} of them held out) by the nearest of {record['gallery']} true pictures in "
+        f"the features of {record['network']}; temperature {settings['temperature']:g}, seed {record['seed']}. "
+        f"{describe_settings(settings, record['machine'])}"
+    )
+    columns = (
+        "pictures", "count", "top-1", "top-5", "median rank", "top-1, other styles", "top-5, other styles",
+        "correct background colour",
+    )  # fmt: skip
+    chance = record["chance"]
+    top1, top5 = percent(chance["top1"]), percent(chance["top5"])
+    rows = [["random guess", "", top1, top5, f"{chance['median_rank']:g}", top1, top5, percent(chance["colour"])]]
+    for subjects in record["sets"]:
+        for source, name in SUBJECT_SOURCES.items():
+            if source in subjects:
+                rows.append(_subject_row(f"{SUBJECT_SETS[subjects['set']]}: {name}", subjects[source]))
+    return [Section(text=text, table=Table(columns, rows))]
+
+
+def _subject_row(name: str, result: Record) -> list[str]:
+    shares = [percent(result[key]) for key in ("top1", "top5", "other_top1", "other_top5", "colour")]
+    return [name, str(result["ranked"]), *shares[:2], f"{result['median_rank']:g}", *shares[2:]]
+
+
+def _targets(record: Record) -> list[Section]:
+    text = (
+        f"{record['prompts']} prompts, {record['repeats']} turns, against plain {PLAIN} in the same turn. "
+        f"{describe_settings(record['settings'], record['machine'])}"
+    )
+    rows = [
+        [check["temperature"], check["what"], check["wanted"], check["measured"], "yes" if check["reached"] else "no"]
+        for check in record["checks"]
+    ]
+    return [Section(text=text, table=Table(("T", "target", "wanted", "measured", "reached"), rows))]
+
+
+RENDERERS: dict[str, Callable[[Record], list[Section]]] = {
+    "engine": _engine,
+    "agreement": _agreement,
+    "statistics": _statistics,
+    "subjects": _subjects,
+    "targets": _targets,
+}

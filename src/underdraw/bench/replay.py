@@ -1,8 +1,8 @@
-"""Traces: which trees were grown and how much of each was accepted, and decoding that repeats it with any model.
+"""Traces of decoded pictures (tree plans and accepted lengths), and decoding that replays one with any model.
 
-A model with random weights accepts nothing. To time the whole loop at the size of such a model, the accepted lengths of
-real pictures, drawn by another model, are forced on it: all work is done, its outcome is put aside. What comes out is a
-time, no picture, and every figure made this way says so.
+A model with random weights accepts nothing. To time the whole loop at its size, the accepted lengths of a real picture
+of another model are forced on it: all work is done, and its verdict is discarded. The result is a time and no picture,
+and every number measured this way says so.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from underdraw.sampling import NoiseWindow
 from underdraw.tree import AcceptedPath, DraftTree, Proposal
 from underdraw.verifiers.exact import match_all_nodes
 
-KIND = "underdraw-trace"
+TRACE_KIND = "underdraw-trace"
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The passes of one picture, and what they were recorded from."""
+    """Plan and accepted length of every pass of one picture, and what they were recorded from."""
 
     plans: tuple[TreePlan, ...]
     accepted: tuple[int, ...]
     about: dict[str, Any]
 
     @classmethod
-    def of(cls, steps: Sequence[StepResult], about: dict[str, Any]) -> Trace:
+    def from_steps(cls, steps: Sequence[StepResult], about: dict[str, Any]) -> Trace:
         """The passes of the first image of a decode."""
-        own = [step for step in steps if step.sequence == 0]
-        return cls(tuple(step.plan for step in own), tuple(step.accepted for step in own), about)
+        passes = [step for step in steps if step.sequence == 0]
+        return cls(tuple(step.plan for step in passes), tuple(step.accepted for step in passes), about)
 
     @property
     def tokens_per_pass(self) -> float:
@@ -50,27 +50,28 @@ class Trace:
             [accepted, plan.depth, plan.width, plan.branch, plan.nodes]
             for accepted, plan in zip(self.accepted, self.plans, strict=True)
         ]
-        record = {"kind": KIND, "about": self.about, "columns": "accepted depth width branch nodes", "passes": passes}
+        columns = "accepted depth width branch nodes"
+        record = {"kind": TRACE_KIND, "about": self.about, "columns": columns, "passes": passes}
         with atomic_write(path) as file:
             file.write((json.dumps(record) + "\n").encode())
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """A trace from its file; fixed shapes come back as trees of the same size."""
+        """Read a trace. Plans with a fixed shape come back as plans of the same size."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            if record["kind"] != KIND or not record["passes"]:
+            if record["kind"] != TRACE_KIND or not record["passes"]:
                 raise ValueError("it holds no passes")
             rows = [tuple(map(int, row)) for row in record["passes"]]
             plans = tuple(TreePlan(depth, width, branch, nodes) for _, depth, width, branch, nodes in rows)
         except (ValueError, KeyError, TypeError, ConfigError) as error:
-            raise ConfigError(f"{path} is no trace ({error}); record one with underdraw generate --trace.") from None
+            raise ConfigError(f"{path} is not a trace ({error}); record one with underdraw generate --trace.") from None
         return cls(plans, tuple(row[0] for row in rows), dict(record.get("about", {})))
 
 
 @dataclass(frozen=True, slots=True)
-class Replan:
-    """The plans of a trace, one after the other and from the start again."""
+class ReplayPolicy:
+    """A tree policy that repeats the plans of a trace, from the start again when they are used up."""
 
     trace: Trace
 
@@ -78,30 +79,30 @@ class Replan:
         return self.trace.plans[history.passes % len(self.trace.plans)]
 
 
-class Replay:
-    """A verifier that works like `exact` and then says what the trace says.
+class ReplayVerifier:
+    """A verifier that does the work of `exact` and then accepts as many tokens as the trace says.
 
-    Which pass it is counts a tensor on the device, so that it can be captured; `rewind` before each picture.
+    The number of the pass is a tensor on the device, so that passes can be captured; call `rewind` before each picture.
     """
 
     proposals: ClassVar[tuple[Proposal, ...]] = ("coupled", "topk")
 
     def __init__(self, trace: Trace, device: torch.device) -> None:
         self.lengths = torch.tensor(trace.accepted, device=device)  # (P,)
-        self.passes = torch.zeros(1, dtype=torch.int64, device=device)
+        self.pass_number = torch.zeros(1, dtype=torch.int64, device=device)
 
     def rewind(self) -> None:
-        self.passes.zero_()
+        self.pass_number.zero_()
 
     def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
         chosen = noise_window.sampler.layout.token_ids(noise_window.sample(logits, tree.depths + 1))  # (B, N)
         reach = noise_window.steps.shape[1]
-        match_all_nodes(tree, reach, chosen)  # for its time
-        length = torch.minimum(self.lengths[self.passes % len(self.lengths)], tree.depths.amax(1))  # (B,)
-        self.passes.add_(1)
-        node = (tree.depths == length[:, None]).int().argmax(1)  # a node of that depth: there is one
+        match_all_nodes(tree, reach, chosen)  # only for its time
+        length = torch.minimum(self.lengths[self.pass_number % len(self.lengths)], tree.depths.amax(1))  # (B,)
+        self.pass_number.add_(1)
+        node = (tree.depths == length[:, None]).int().argmax(1)  # the first node of that depth
         rows = torch.arange(len(node), device=node.device)
-        own = tree.ancestors[rows, node]  # (B, N)
+        ancestors = tree.ancestors[rows, node]  # (B, N)
         index, level = (torch.arange(count, device=node.device) for count in (tree.size, reach))
-        path = ((own[:, None] & (tree.depths[:, None] == level[:, None])) * index).amax(-1)  # (B, reach)
+        path = ((ancestors[:, None] & (tree.depths[:, None] == level[:, None])) * index).amax(-1)  # (B, reach)
         return AcceptedPath(path, length, chosen.gather(1, node[:, None])[:, 0], chosen)

@@ -1,61 +1,146 @@
-"""A run as one HTML file: what was measured on what, the tables, and the figures inside the file itself."""
+"""Sections as Markdown, HTML and terminal output; the report of a result, and the generated blocks of pages.
+
+A block is everything between `<!-- results: PATH -->` and `<!-- end -->`; PATH is relative to the page.
+"""
 
 from __future__ import annotations
 
 import base64
-import html
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from underdraw.bench.figures import TITLES, Run, draw_all
+from underdraw.bench.figures import FigureData, draw_engine_figures, draw_run_figures
 from underdraw.bench.presets import PRESETS
-from underdraw.bench.results import picture_name, read_json
-from underdraw.bench.summary import MAPS, read_summary
-from underdraw.bench.tables import COSTS, HEAD, LEGEND, as_html, cost_lines, lines, same_depth
-from underdraw.io import atomic_write
+from underdraw.bench.records import engine_folder_sections, engine_records, read_record, record_sections
+from underdraw.bench.results import RUN
+from underdraw.bench.sections import FIGURE_TITLES, FIGURES, Section, Table, index_sections, run_sections
+from underdraw.bench.summary import SUMMARY, read_summary
+from underdraw.errors import ConfigError
+from underdraw.extras import require_package
+from underdraw.io import atomic_write, read_json
 
-FIGURES, REPORT = "figures", "report.html"
-STYLE = """
+REPORT = "report.html"
+BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.S)
+TEMPLATE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>underdraw bench: {{ title }}</title>
+<style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; font-size: 13px; margin: 1rem 0 } th, td { padding: .2rem .6rem; text-align: right }
 th { border-bottom: 1px solid #888 } td:first-child, th:first-child { text-align: left }
-tr:nth-child(even) { background: #f4f4f4 } img { max-width: 100% } .small { color: #555; font-size: 13px }
+tr:nth-child(even) { background: #f4f4f4 } img { max-width: 100% } .note { color: #555; font-size: 13px }
+</style>
+<h1>{{ title }}</h1>
+{% for section in sections %}
+{% if section.heading %}<h2>{{ section.heading }}</h2>{% endif %}
+{% if section.text %}<p>{{ section.text }}</p>{% endif %}
+{% if section.table %}<table>
+<tr>{% for column in section.table.columns %}<th>{{ column }}</th>{% endfor %}</tr>
+{% for row in section.table.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</table>{% endif %}
+{% if section.note %}<p class="note">{{ section.note }}</p>{% endif %}
+{% if section.figure %}<h2>{{ titles[section.figure.stem] }}</h2>
+<img alt="{{ titles[section.figure.stem] }}" src="data:image/png;base64,{{ encode(section.figure) }}">{% endif %}
+{% endfor %}
+</html>
 """
 
 
+def markdown_table(table: Table) -> str:
+    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def to_markdown(sections: Sequence[Section], base: Path | None = None) -> str:
+    """Sections as Markdown; links to figures are relative to `base`."""
+    parts = []
+    for section in sections:
+        if section.only_in_report:
+            continue
+        parts += [f"### {section.heading}"] if section.heading else []
+        parts += [section.text, markdown_table(section.table) if section.table else "", section.note]
+        if section.figure:
+            link = Path(os.path.relpath(section.figure, base)).as_posix() if base else section.figure.as_posix()
+            parts.append(f"![{FIGURE_TITLES[section.figure.stem]}]({link})")
+    return "\n\n".join(part for part in parts if part)
+
+
+def to_html(title: str, sections: Sequence[Section]) -> str:
+    """Sections as one HTML file that includes its figures."""
+    jinja2 = require_package("jinja2", "bench", "an HTML report")
+    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
+
+    def encode(path: Path) -> str:
+        return base64.b64encode(path.read_bytes()).decode()
+
+    html: str = template.render(title=title, sections=sections, titles=FIGURE_TITLES, encode=encode)
+    return html
+
+
+def print_table(table: Table) -> None:
+    """Print a table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    rich_table = RichTable(*table.columns)
+    for row in table.rows:
+        rich_table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # output to a file is not wrapped
+    console.print(rich_table)
+
+
 def write_report(folder: Path) -> list[Path]:
-    """Draw the figures of the run in `folder` and write its report; returns the files."""
-    summary = read_summary(folder)
-    maps = read_json(folder / MAPS) if (folder / MAPS).is_file() else []
-    temperatures = {one["temperature"] for one in summary["entries"]}
-    pictures = {t: folder / picture_name(t) for t in temperatures if (folder / picture_name(t)).is_file()}
-    figures = draw_all(Run(summary, maps, pictures), folder / FIGURES)
+    """Draw the figures of a result folder and write its report; returns the files, the report last."""
+    if (folder / SUMMARY).is_file() or (folder / RUN).is_file():
+        summary = read_summary(folder)
+        name = summary["settings"].get("preset") or folder.name
+        figures = draw_run_figures(FigureData.read(folder, summary), folder / FIGURES)
+        question = PRESETS[name].question if name in PRESETS else ""
+        sections = run_sections(folder, summary, question)
+    elif records := engine_records(folder):
+        name = "engine"
+        figures = draw_engine_figures(records, folder / FIGURES)
+        sections = engine_folder_sections(folder)
+    else:
+        raise ConfigError(f"{folder} holds no benchmark; name a folder written by `underdraw bench --out`.")
     with atomic_write(folder / REPORT) as file:
-        file.write(page(folder.name, summary, figures).encode())
+        file.write(to_html(name, sections).encode())
     return [*figures, folder / REPORT]
 
 
-def page(title: str, summary: dict[str, Any], figures: Sequence[Path]) -> str:
-    """The report as HTML."""
-    name = summary["settings"].get("preset") or title
-    question = PRESETS[name].question if name in PRESETS else ""
-    parts = [
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>underdraw bench: {html.escape(name)}</title>",
-        f"<style>{STYLE}</style><h1>{html.escape(name)}</h1>",
-        f"<p>{html.escape(question)}</p>",
-        as_html(HEAD, lines(summary)),
-        f"<p class='small'>{html.escape(LEGEND)}</p>",
-        *(f"<p>{html.escape(sentence)}</p>" for sentence in same_depth(summary)),
-    ]
-    for figure in figures:
-        data = base64.b64encode(figure.read_bytes()).decode()
-        told = html.escape(TITLES[figure.stem])
-        parts.append(f"<h2>{told}</h2><img alt='{told}' src='data:image/png;base64,{data}'>")
-    parts += ["<h2>Does the time follow from the trees?</h2>", as_html(COSTS, cost_lines(summary))]
-    columns = ("name", "tree", "verifier", "drafter", "proposal", "about")
-    methods = [[method[column] for column in columns] for method in summary["methods"].values()]
-    parts += ["<h2>Methods</h2>", as_html(columns, methods)]
-    facts = {**summary["settings"], **(summary.get("machine") or {})}
-    parts += ["<h2>Settings and machine</h2>", as_html(("what", "value"), [[k, str(v)] for k, v in facts.items()])]
-    return "\n".join([*parts, "</html>\n"])
+def find_pages(path: Path) -> list[Path]:
+    """A Markdown page, or all pages below a folder, that have generated blocks."""
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; name a Markdown page, or a folder of pages.")
+    pages = sorted(path.rglob("*.md")) if path.is_dir() else [path]
+    pages = [page for page in pages if BLOCK.search(page.read_text(encoding="utf-8"))]
+    if not pages:
+        raise ConfigError(f"{path} has no block between <!-- results: PATH --> and <!-- end -->; add one.")
+    return pages
+
+
+def update_page(page: Path) -> bool:
+    """Generate the blocks of a page again; returns whether it changed."""
+    before = page.read_text(encoding="utf-8")
+    after = BLOCK.sub(lambda match: f"{match[1]}\n{_block(page.parent, match[2])}\n\n{match[3]}", before)
+    if after != before:
+        with atomic_write(page) as file:
+            file.write(after.encode())
+    return after != before
+
+
+def _block(base: Path, name: str) -> str:
+    """The Markdown of the results at a path relative to the page."""
+    path = base / name
+    if path.suffix == ".json" and path.is_file():
+        return to_markdown(record_sections(read_record(path)))
+    if (path / SUMMARY).is_file():
+        return to_markdown(run_sections(path, read_json(path / SUMMARY, "the summary of a benchmark")), base)
+    if path.is_dir() and engine_records(path):
+        return to_markdown(engine_folder_sections(path), base)
+    if any(path.glob(f"*/*/{SUMMARY}")):
+        return to_markdown(index_sections(path), base)
+    return f"No results in `{path.name}` yet; the command above creates them."

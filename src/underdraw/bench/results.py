@@ -1,26 +1,25 @@
-"""The folder of a benchmark: run.json says what is measured, rows.jsonl what was, cells.jsonl what happened where.
+"""A benchmark's folder: run.json (settings), rows.jsonl (one row per picture), cells.jsonl (per-cell values).
 
-A row is on disk before the next picture is begun, so a run that was stopped at any moment goes on with the first
-picture that has no row. More prompts, repeats or methods may be added to a run later; its model, seeds and settings
-may not change. Knows no model and no torch.
+A row is on disk before the next picture is started, so a stopped run resumes at the first picture without a row.
+Prompts, repeats and methods can be added to a run later; its model, seed and sampling settings must not change. No
+torch.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from underdraw.errors import ConfigError
-from underdraw.io import UNFINISHED, atomic_write
+from underdraw.io import JsonlStore, atomic_write_json, read_json, remove_unfinished
 
 RUN, ROWS, CELLS = "run.json", "rows.jsonl", "cells.jsonl"
+RENAMED_COLUMNS = {"tree": "pass_index"}  # of cells.jsonl: name in older runs -> name now
 
 
-class Key(NamedTuple):
-    """Which picture of a run: drawn by which method, at which temperature, for which prompt, for which time."""
+class PictureKey(NamedTuple):
+    """Identifies one picture of a run."""
 
     method: str
     temperature: float
@@ -28,126 +27,97 @@ class Key(NamedTuple):
     repeat: int
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Key:
+    def from_row(cls, row: Mapping[str, Any]) -> PictureKey:
         return cls(row["method"], float(row["temperature"]), row["prompt"], row["repeat"])
 
 
-class Store:
-    """One run's folder. Nothing is written before `begin`."""
+class ResultFolder:
+    """Rows and cells of one run. Nothing is written before `start`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.about: dict[str, Any] = {}
-        self.rows: dict[Key, dict[str, Any]] = {}
-        self.cells: dict[Key, dict[str, Any]] = {}
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.info: dict[str, Any] = {}  # the content of run.json: settings, methods, machine, costs
+        self.rows: dict[PictureKey, dict[str, Any]] = {}
+        self.cells: dict[PictureKey, dict[str, Any]] = {}
+        self._row_store = JsonlStore(path / ROWS, PictureKey.from_row)
+        self._cell_store = JsonlStore(path / CELLS, PictureKey.from_row)
 
     @classmethod
-    def read(cls, folder: Path) -> Store:
-        """A run that is there."""
-        store = cls(folder)
-        if not (folder / RUN).is_file():
-            raise ConfigError(f"{folder} holds no {RUN}; name the folder that `underdraw bench --out` has written.")
-        store._load()
-        return store
+    def read(cls, path: Path) -> ResultFolder:
+        """Load an existing run."""
+        if not (path / RUN).is_file():
+            raise ConfigError(f"{path} has no {RUN}; name a folder written by `underdraw bench --out`.")
+        folder = cls(path)
+        folder._load()
+        return folder
 
-    def open(self, settings: Mapping[str, Any], methods: Mapping[str, Any], *, anew: bool) -> None:
-        """Go on with the run that is there if it is the same one; `anew` forgets it."""
-        if (self.folder / RUN).is_file() and not anew:
+    def open(self, settings: Mapping[str, Any], methods: Mapping[str, Mapping[str, str]], *, overwrite: bool) -> None:
+        """Resume the run in the folder if its settings are the same, or prepare a new one."""
+        if (self.path / RUN).is_file() and not overwrite:
             self._load()
-            self._same(self.about["settings"], settings)
-            known = self.about["methods"]
-            self._same({name: known[name] for name in known if name in methods}, methods, partly=True)
-            self.about["methods"] = {**known, **methods}
-            return
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigError(f"{self.folder} is a file; a run needs a folder.")
-        if self.folder.exists() and any(self.folder.iterdir()) and not anew:
-            raise ConfigError(
-                f"{self.folder} is not empty and holds no {RUN}; give a new folder, or --force to write into it."
+            self._check_unchanged(self.info["settings"], settings)
+            saved: dict[str, Any] = self.info["methods"]
+            shared = [name for name in saved if name in methods]
+            self._check_unchanged(
+                {name: _without_description(saved[name]) for name in shared},
+                {name: _without_description(methods[name]) for name in shared},
             )
-        self.about = {"settings": dict(settings), "methods": dict(methods)}
+            self.info["methods"] = {**saved, **methods}
+            return
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is a file; --out needs a folder.")
+        if self.path.exists() and any(self.path.iterdir()) and not overwrite:
+            raise ConfigError(
+                f"{self.path} is not empty and has no {RUN}; choose a new folder, or use --force to write into it."
+            )
+        self.info = {"settings": dict(settings), "methods": dict(methods)}
 
-    def begin(self, facts: Mapping[str, Any]) -> None:
-        """Make the folder ready: write what is measured, with `facts` that are only known now."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.about.update(facts)
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """Create the folder and write run.json, extended by `facts` (machine, costs)."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.info.update(facts)
         if not self.rows:
-            for name in (ROWS, CELLS):
-                (self.folder / name).unlink(missing_ok=True)
-        write_json(self.folder / RUN, self.about)
+            self._row_store.clear()
+            self._cell_store.clear()
+        atomic_write_json(self.path / RUN, self.info)
 
     def append(self, row: Mapping[str, Any], cells: Mapping[str, Any] | None) -> None:
-        """Note a picture; its row comes last, so that a row never lacks its cells."""
-        key = Key.of(row)
+        """Record a picture. Cells are written first, so that a row on disk always has its cells."""
+        key = PictureKey.from_row(row)
         if cells is not None:
-            self._add(CELLS, {**key._asdict(), **cells})
+            self._cell_store.append({**key._asdict(), **cells})
             self.cells[key] = dict(cells)
-        self._add(ROWS, row)
+        self._row_store.append(row)
         self.rows[key] = dict(row)
 
-    def _add(self, name: str, line: Mapping[str, Any]) -> None:
-        with open(self.folder / name, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _same(self, known: Mapping[str, Any], asked: Mapping[str, Any], *, partly: bool = False) -> None:
-        keys = known if partly else {**known, **asked}
-        other = [key for key in keys if known.get(key) != asked.get(key)]
-        if other:
-            told = ", ".join(f"{key} {known.get(key)!r}, not {asked.get(key)!r}" for key in other[:2])
+    def _check_unchanged(self, saved: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
+        changed = [key for key in {**saved, **requested} if saved.get(key) != requested.get(key)]
+        if changed:
+            details = ", ".join(f"{key} {saved.get(key)!r}, not {requested.get(key)!r}" for key in changed[:2])
             raise ConfigError(
-                f"{self.folder} holds a run with other settings ({told}); give a new folder, or --force to start again."
+                f"{self.path} holds a run with other settings ({details}); "
+                "choose a new folder, or use --force to start again."
             )
 
     def _load(self) -> None:
-        for part in self.folder.glob(UNFINISHED):
-            part.unlink()
-        path = self.folder / RUN
-        try:
-            self.about = json.loads(path.read_text(encoding="utf-8"))
-            complete = isinstance(self.about["settings"], dict) and isinstance(self.about["methods"], dict)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path} cannot be read ({error}); give a new folder, or --force to start again."
-            ) from None
-        if not complete:
-            raise ConfigError(f"{path} is not what a benchmark writes; give a new folder, or --force to start again.")
-        self.rows = {Key.of(row): row for row in self._lines(ROWS)}
-        self.cells = {Key.of(line): line for line in self._lines(CELLS)}
+        remove_unfinished(self.path)
+        path = self.path / RUN
+        self.info = read_json(path, "the settings of a benchmark")
+        if not isinstance(self.info, dict) or not all(
+            isinstance(self.info.get(key), dict) for key in ("settings", "methods")
+        ):
+            raise ConfigError(f"{path} is not a benchmark's; choose a new folder, or use --force to start again.")
+        self.rows = {PictureKey.from_row(row): row for row in self._row_store.resume()}
+        self.cells = {
+            PictureKey.from_row(line): {RENAMED_COLUMNS.get(name, name): value for name, value in line.items()}
+            for line in self._cell_store.resume()
+        }
 
-    def _lines(self, name: str) -> Iterable[dict[str, Any]]:
-        """The whole lines of a file; a last one that was cut off is taken away."""
-        path = self.folder / name
-        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        found = []
-        for number, line in enumerate(lines[:-1], start=1):
-            try:
-                row = json.loads(line)
-                Key.of(row)
-            except (ValueError, KeyError, TypeError):
-                raise ConfigError(f"line {number} of {path} is damaged; delete that line and run again.") from None
-            found.append(row)
-        if lines[-1]:
-            with atomic_write(path) as file:
-                file.write(b"".join(line + b"\n" for line in lines[:-1]))
-        return found
+
+def _without_description(method: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in method.items() if key != "about"}
 
 
 def picture_name(temperature: float) -> str:
-    """The file of the first picture that plain autoregression has drawn at a temperature."""
+    """File name of the first picture of plain autoregression at a temperature; figures draw maps over it."""
     return f"picture-{temperature:g}.png"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """A JSON file that appears whole or not at all, in a folder that is made if it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON ({error}); make it again.") from None

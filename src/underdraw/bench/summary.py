@@ -1,177 +1,185 @@
-"""What a run says: one entry a method and temperature, with medians and spread, summed from rows and cells alone.
+"""Statistics of a run: one entry per method and temperature, and means per cell, computed from its rows and cells.
 
-Speed-ups are ratios to plain autoregression on the same prompt in the same turn. Knows no model and no torch.
+Speed-ups are ratios to plain autoregression on the same prompt in the same turn. No torch.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from underdraw.bench.cost_fit import check_costs, steady
-from underdraw.bench.methods import PLAIN
-from underdraw.bench.results import ROWS, RUN, Key, Store, read_json, write_json
+from underdraw.bench.cost_model import active_seconds, check_costs
+from underdraw.bench.presets import PLAIN
+from underdraw.bench.results import ROWS, RUN, PictureKey, ResultFolder
 from underdraw.errors import ConfigError
-from underdraw.io import atomic_write, unpack_grid
+from underdraw.extras import require_package
+from underdraw.io import JsonlStore, atomic_write, atomic_write_json, read_json, unpack_grid
 from underdraw.metrics.two_sample import two_sample
 
 SUMMARY, TABLE, MAPS = "summary.json", "summary.csv", "maps.json"
-FACTS = ("settings", "methods", "machine", "costs")
-SHOWN = ("accepted", "depth", "width", "entropy", "top1")
-ENOUGH = 8  # pictures of a method below which no test against plain autoregression is worth its name
+COPIED = ("settings", "methods", "drafters", "machine", "costs")  # from run.json
+MAP_COLUMNS = ("accepted", "depth", "width", "entropy", "top1")
+MAP_SCALE = {"entropy": 1000, "top1": 1000}  # cells.jsonl holds them as thousandths
+MIN_TEST_PICTURES = 8  # the two-sample test needs at least so many pictures of a method
 
 
-def summarise(store: Store) -> dict[str, Any]:
-    """The summary of a run's rows so far."""
-    if not store.rows:
-        raise ConfigError(
-            f"{store.folder} holds no measurements yet; run `underdraw bench --out {store.folder}` first."
-        )
-    temperatures = sorted({key.temperature for key in store.rows})
+def summarise(folder: ResultFolder) -> dict[str, Any]:
+    """The summary of all rows so far."""
+    if not folder.rows:
+        raise ConfigError(f"{folder.path} has no measurements yet; run `underdraw bench --out {folder.path}` first.")
+    pandas = require_package("pandas", "bench", "the summary of a benchmark")
+    rows = pandas.DataFrame(
+        [{**row, "active_seconds": active_seconds(row)} for row in folder.rows.values()]
+    ).drop(columns=["settings", "machine"], errors="ignore")  # fmt: skip
+    turn = ["temperature", "prompt", "repeat"]
+    plain = rows.loc[rows["method"] == PLAIN, [*turn, "active_seconds"]]
+    rows = rows.merge(plain, on=turn, how="left", suffixes=("", "_plain"))
+    groups = dict(list(rows.groupby(["temperature", "method"], sort=False)))
     entries = [
-        entry(store, name, temperature)
-        for temperature in temperatures
-        for name in store.about["methods"]
-        if any(key.method == name and key.temperature == temperature for key in store.rows)
+        summarise_method(folder, name, temperature, groups[temperature, name])
+        for temperature in sorted(rows["temperature"].unique())
+        for name in folder.info["methods"]
+        if (temperature, name) in groups
     ]
     return {
-        **{fact: store.about.get(fact) for fact in FACTS},
+        **{key: folder.info.get(key) for key in COPIED},
         "entries": entries,
-        "cost_model": check_costs(list(store.rows.values()), store.about.get("costs") or {}),
+        "cost_model": check_costs(list(folder.rows.values()), folder.info.get("costs") or {}),
     }
 
 
-def entry(store: Store, method: str, temperature: float) -> dict[str, Any]:
-    """One method at one temperature."""
-    found = {key: row for key, row in store.rows.items() if key.method == method and key.temperature == temperature}
-    rows, keys = list(found.values()), list(found)
-    passes, seconds = sum(row["passes"] for row in rows), sum(map(steady, rows))
-    plain = {key: store.rows.get(key._replace(method=PLAIN)) for key in keys}
-    ratios = [steady(other) / steady(found[key]) for key, other in plain.items() if other is not None]
-    same = [row["equal_image"] for row in rows]
+def summarise_method(folder: ResultFolder, method: str, temperature: float, rows: Any) -> dict[str, Any]:
+    """The entry of one method at one temperature; `rows` is a DataFrame of its rows."""
+    passes = rows["passes"].sum()
+    keys = [PictureKey(method, temperature, *pair) for pair in zip(rows["prompt"], rows["repeat"], strict=True)]
     return {
-        "method": method, "temperature": temperature, "prompts": len({key.prompt for key in keys}), "rows": len(rows),
-        "speedup": spread(ratios), "tau": round(sum(row["tokens"] for row in rows) / passes, 4),
-        "tau_spread": spread([row["tau"] for row in rows]),
-        "depth": round(sum(row["mean_depth"] * row["passes"] for row in rows) / passes, 4),
-        "nodes": round(sum(row["mean_nodes"] * row["passes"] for row in rows) / passes, 4),
-        "draft_share": round(sum(row["draft_seconds"] for row in rows) / seconds, 4),
-        "seconds": spread([steady(row) for row in rows]), "memory": max(row["memory"] for row in rows),
-        "equal_codes": round(float(np.mean([row["equal_codes"] for row in rows])), 5),
-        "equal_images": f"{sum(same)}/{len(same)}",
-        "against_plain": against_plain(store, keys),
-    }  # fmt: skip
+        "method": method,
+        "temperature": float(temperature),
+        "prompts": int(rows["prompt"].nunique()),
+        "rows": len(rows),
+        "speedup": spread((rows["active_seconds_plain"] / rows["active_seconds"]).dropna()),
+        "tau": _rounded(rows["tokens"].sum() / passes),
+        "tau_spread": spread(rows["tau"]),
+        "depth": _rounded((rows["mean_depth"] * rows["passes"]).sum() / passes),
+        "nodes": _rounded((rows["mean_nodes"] * rows["passes"]).sum() / passes),
+        "draft_share": _rounded(rows["draft_seconds"].sum() / rows["active_seconds"].sum()),
+        "seconds": spread(rows["active_seconds"]),
+        "memory": int(rows["memory"].max()),
+        "equal_codes": round(float(rows["equal_codes"].mean()), 5),
+        "equal_images": f"{int(rows['equal_image'].sum())}/{len(rows)}",
+        "against_plain": compare_with_plain(folder, keys),
+    }
 
 
-def against_plain(store: Store, keys: Sequence[Key]) -> dict[str, Any] | None:
-    """Distance of a method's codes from plain autoregression's for the same prompts, with a permutation p-value."""
-    drawn = [key for key in keys if key.repeat == 0 and key in store.cells]
-    drawn = [key for key in drawn if key._replace(method=PLAIN) in store.cells]
-    if len(drawn) < ENOUGH or drawn[0].method == PLAIN:
+def compare_with_plain(folder: ResultFolder, keys: Sequence[PictureKey]) -> dict[str, Any] | None:
+    """Two-sample test of a method's codes against those of plain autoregression for the same prompts."""
+    pairs = [(key, key._replace(method=PLAIN)) for key in keys if key.repeat == 0 and key.method != PLAIN]
+    pairs = [pair for pair in pairs if all(key in folder.cells for key in pair)]
+    if len(pairs) < MIN_TEST_PICTURES:
         return None
-    ours, plain = ([_codes(store, key) for key in side] for side in (drawn, [k._replace(method=PLAIN) for k in drawn]))
-    found = two_sample(np.stack(ours), np.stack(plain), paired=True)
-    return {"mmd": round(found.statistic, 6), "p": round(found.p_value, 5)}
+    source = f"the cells of {folder.path}"
+    sides = zip(*pairs, strict=True)
+    codes = [np.stack([unpack_grid(folder.cells[key]["codes"], source) for key in side]) for side in sides]
+    result = two_sample(*codes, paired=True)
+    return {"mmd": round(result.statistic, 6), "p": round(result.p_value, 5)}
 
 
-def _codes(store: Store, key: Key) -> NDArray[np.int32]:
-    return unpack_grid(store.cells[key]["codes"], f"the cells of {store.folder}")
-
-
-def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Median, 10th and 90th percentile; None of nothing."""
-    if not values:
+def spread(values: Any) -> dict[str, float] | None:
+    """Median, 10th and 90th percentile; None without values."""
+    if not len(values):
         return None
-    low, middle, high = np.percentile(values, [10, 50, 90])
-    return {"median": round(float(middle), 4), "p10": round(float(low), 4), "p90": round(float(high), 4)}
+    p10, median, p90 = np.percentile(values, [10, 50, 90])
+    return {"median": _rounded(median), "p10": _rounded(p10), "p90": _rounded(p90)}
 
 
-def maps(store: Store) -> list[dict[str, Any]]:
-    """Means over pictures of what happened at every cell, one picture's own values, and counts of lengths and ranks."""
-    found = []
-    for temperature in sorted({key.temperature for key in store.cells}):
-        for name in store.about["methods"]:
-            cells = {key.prompt: value for key, value in store.cells.items() if key[:2] == (name, temperature)}
+def _rounded(value: Any) -> float:
+    return round(float(value), 4)
+
+
+def drafter_label(summary: Mapping[str, Any], method: str) -> str:
+    """The drafter of a method. "auto" and "trained" are resolved; older runs do not record what "trained" was."""
+    spec = summary["methods"].get(method, {}).get("drafter", "auto")
+    if spec == "forced":
+        return "-"
+    names = summary.get("drafters") or {"auto": summary["settings"].get("drafter")}
+    return Path(str(names.get(spec) or spec)).name
+
+
+def compute_maps(folder: ResultFolder) -> list[dict[str, Any]]:
+    """Per method and temperature: values per cell (mean over pictures, and of the first picture), and counts of
+    accepted lengths and ranks."""
+    entries = []
+    for temperature in sorted({key.temperature for key in folder.cells}):
+        for name in folder.info["methods"]:
+            cells = {key.prompt: value for key, value in folder.cells.items() if key[:2] == (name, temperature)}
             if cells:
-                found.append({"method": name, "temperature": temperature, **_maps(store, cells)})
-    return found
+                entries.append({"method": name, "temperature": temperature, **_method_maps(folder, cells)})
+    return entries
 
 
-def _maps(store: Store, cells: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    where = f"the cells of {store.folder}"
+def _method_maps(folder: ResultFolder, cells: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    source = f"the cells of {folder.path}"
     columns: dict[str, list[NDArray[np.int32]]] = {}
     for prompt in sorted(cells):
         for name, packed in cells[prompt].items():
             if isinstance(packed, dict):
-                columns.setdefault(name, []).append(unpack_grid(packed, where))
-    shown = {name: np.stack(values) for name, values in columns.items() if name in SHOWN}
-    scale = {"entropy": 1000, "top1": 1000}  # they were kept as thousandths
-    lengths = np.concatenate(
-        [_per_pass(tree, kept) for tree, kept in zip(columns["pass_index"], columns["accepted"], strict=True)]
-    )
+                columns.setdefault(name, []).append(unpack_grid(packed, source))
+    maps = {name: np.stack(grids) / MAP_SCALE.get(name, 1) for name, grids in columns.items() if name in MAP_COLUMNS}
+    lengths = [_per_pass(*grids) for grids in zip(columns["pass_index"], columns["accepted"], strict=True)]
     ranks = np.concatenate([rank[rank >= 0] for rank in columns["rank"]])
     return {
-        "mean": {name: (values.mean(0) / scale.get(name, 1)).round(3).tolist() for name, values in shown.items()},
-        "first": {name: (values[0] / scale.get(name, 1)).round(3).tolist() for name, values in shown.items()},
-        "lengths": np.bincount(lengths).tolist(),
+        "mean": {name: grids.mean(0).round(3).tolist() for name, grids in maps.items()},
+        "first": {name: grids[0].round(3).tolist() for name, grids in maps.items()},
+        "lengths": np.bincount(np.concatenate(lengths)).tolist(),
         "ranks": np.bincount(ranks).tolist() if len(ranks) else [],
     }
 
 
-def _per_pass(tree: NDArray[np.int32], column: NDArray[np.int32]) -> NDArray[np.int32]:
-    """One value a pass of a column that holds it in every cell that the pass has drawn."""
-    drawn = tree >= 0
-    return column[drawn][np.unique(tree[drawn], return_index=True)[1]]
+def _per_pass(pass_index: NDArray[np.int32], column: NDArray[np.int32]) -> NDArray[np.int32]:
+    """One value per pass of a column that repeats it in every cell of the pass."""
+    decoded = pass_index >= 0
+    return column[decoded][np.unique(pass_index[decoded], return_index=True)[1]]
 
 
-def write_summary(store: Store) -> dict[str, Any]:
-    """Write summary.json, summary.csv and maps.json beside the rows; returns the summary."""
-    summary = summarise(store)
-    write_json(store.folder / SUMMARY, summary)
-    with atomic_write(store.folder / TABLE) as file:
-        file.write(as_csv(summary).encode())
-    if store.cells:
-        with atomic_write(store.folder / MAPS) as file:
-            file.write("\n".join(["[", ",\n".join(json.dumps(one) for one in maps(store)), "]\n"]).encode())
+def write_summary(folder: ResultFolder) -> dict[str, Any]:
+    """Write summary.json, summary.csv and, if there are cells, maps.json; returns the summary."""
+    summary = summarise(folder)
+    atomic_write_json(folder.path / SUMMARY, summary)
+    with atomic_write(folder.path / TABLE) as file:
+        file.write(to_csv(summary).encode())
+    if folder.cells:
+        maps = ",\n".join(json.dumps(entry) for entry in compute_maps(folder))
+        with atomic_write(folder.path / MAPS) as file:
+            file.write(f"[\n{maps}\n]\n".encode())
     return summary
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
-    """A run's summary. One that is missing, or older than the last rows, is made of the rows."""
-    if (folder / SUMMARY).is_file():
-        found: dict[str, Any] = read_json(folder / SUMMARY)
-        rows = folder / ROWS
-        if not rows.is_file() or rows.read_bytes().count(b"\n") == sum(one["rows"] for one in found["entries"]):
-            return found
-    if (folder / RUN).is_file():
-        return write_summary(Store.read(folder))
-    raise ConfigError(f"{folder} holds no benchmark; name the folder that `underdraw bench --out` has written.")
+def read_summary(path: Path) -> dict[str, Any]:
+    """The summary of a run's folder; computed again if it is missing or rows were added since."""
+    if (path / SUMMARY).is_file():
+        summary: dict[str, Any] = read_json(path / SUMMARY, "the summary of a benchmark")
+        rows = path / ROWS
+        if not rows.is_file() or JsonlStore(rows).count() == sum(entry["rows"] for entry in summary["entries"]):
+            return summary
+    if (path / RUN).is_file():
+        return write_summary(ResultFolder.read(path))
+    raise ConfigError(f"{path} holds no benchmark; name a folder written by `underdraw bench --out`.")
 
 
-def as_csv(summary: dict[str, Any]) -> str:
-    """One line a method and temperature."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    flat = [_flat(one) for one in summary["entries"]]
-    writer.writerow(flat[0])
-    writer.writerows(one.values() for one in flat)
-    return text.getvalue()
-
-
-def _flat(one: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    nested = {"speedup": ("median", "p10", "p90"), "tau_spread": ("median", "p10", "p90"),
-              "seconds": ("median", "p10", "p90"), "against_plain": ("mmd", "p")}  # fmt: skip
-    for key, value in one.items():
-        if key in nested:
-            flat.update({f"{key}_{part}": (value or {}).get(part, "") for part in nested[key]})
-        else:
-            flat[key] = value
-    return flat
+def to_csv(summary: dict[str, Any]) -> str:
+    """One line per method and temperature; nested values become columns such as speedup_median."""
+    pandas = require_package("pandas", "bench", "the summary of a benchmark")
+    no_test = {"mmd": None, "p": None}
+    entries = [{**entry, "against_plain": entry["against_plain"] or no_test} for entry in summary["entries"]]
+    columns = [  # in the order of the entries; json_normalize moves nested values to the end
+        f"{key}_{part}" if part else key
+        for key, value in entries[0].items()
+        for part in (value if isinstance(value, dict) else ("",))
+    ]
+    text: str = pandas.json_normalize(entries, sep="_").to_csv(columns=columns, index=False, lineterminator="\n")
+    return text

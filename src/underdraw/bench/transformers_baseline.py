@@ -1,4 +1,4 @@
-"""One token of the same shape in transformers, as it is: what a user of that library gets."""
+"""Time of one token in transformers with a model of the same shape, run eagerly as its users do."""
 
 from __future__ import annotations
 
@@ -12,53 +12,58 @@ from underdraw.extras import require_package
 from underdraw.models.family import Placement
 from underdraw.models.random_weights import ModelShape
 
-CONTEXT, WARM, TIMED = 600, 5, 20
+CONTEXT, WARMUP, TIMED = 600, 5, 20  # tokens in the KV cache, untimed and timed forwards
+MODEL_CLASSES = {"anole-7b": "Chameleon", "lumina-7b": "Chameleon", "emu3-8b": "Emu3"}
 
 
-def transformers_ms(name: str, shape: ModelShape, placement: Placement, batch: int) -> dict[str, Any]:
-    """Milliseconds of one token with a cache of `CONTEXT` tokens, conditional and unconditional rows together.
-
-    transformers has no LlamaGen; a Llama of the same size stands in, as it does for the decoder of Janus.
-    """
+def time_transformers(name: str, shape: ModelShape, placement: Placement, batch: int) -> dict[str, Any]:
+    """Milliseconds of one token, conditional and unconditional rows together."""
     library = require_package("transformers", "families", "the comparison with transformers")
+    model = _random_model(library, name, shape, placement)
+    tokens = torch.full((2 * batch, CONTEXT), 5, device=placement.device)
+    output = model(input_ids=tokens, use_cache=True)
+    times = []
+    for _ in range(WARMUP + TIMED):
+        if placement.device.type == "cuda":
+            torch.cuda.synchronize(placement.device)
+        start = time.perf_counter()
+        output = model(input_ids=tokens[:, :1], past_key_values=output.past_key_values, use_cache=True)
+        output.logits[:, -1].argmax(-1).tolist()
+        times.append(1000 * (time.perf_counter() - start))
+    return {
+        "ms_per_token": statistics.median(times[WARMUP:]),
+        "class": type(model).__name__,
+        "version": library.__version__,
+        "context": CONTEXT,
+        "note": "forward and argmax; without guidance, filters and noise",
+    }
+
+
+def _random_model(library: Any, name: str, shape: ModelShape, placement: Placement) -> Any:
+    """transformers has no LlamaGen and no decoder of Janus alone; a Llama of the same size stands in for both."""
     arch = shape.arch
     sizes = {
-        "hidden_size": arch.dim, "intermediate_size": arch.ffn, "num_hidden_layers": arch.layers,
-        "num_attention_heads": arch.heads, "num_key_value_heads": arch.num_kv_heads, "vocab_size": arch.vocab,
+        "hidden_size": arch.dim,
+        "intermediate_size": arch.ffn,
+        "num_hidden_layers": arch.layers,
+        "num_attention_heads": arch.heads,
+        "num_key_value_heads": arch.num_kv_heads,
+        "vocab_size": arch.vocab,
         "max_position_embeddings": 9216,
-    }  # fmt: skip
-    kinds = {"anole-7b": "Chameleon", "lumina-7b": "Chameleon", "emu3-8b": "Emu3"}
-    kind = kinds.get(name, "Llama")
-    before = torch.get_default_dtype()
+    }
+    family = MODEL_CLASSES.get(name, "Llama")
+    dtype = torch.get_default_dtype()
     torch.set_default_dtype(placement.dtype)
     try:
         with torch.device(placement.device):
-            if kind == "Chameleon":
-                names = {"<image>": 8711, "IMGIMGAZ": 4}  # it reads its image tokens off their names
-                config = library.ChameleonConfig(**sizes, vocabulary_map=names)
+            if family == "Chameleon":
+                vocabulary = {"<image>": 8711, "IMGIMGAZ": 4}  # Chameleon finds its image tokens by name
+                config = library.ChameleonConfig(**sizes, vocabulary_map=vocabulary)
                 model = library.ChameleonForConditionalGeneration(config)
-            elif kind == "Emu3":
+            elif family == "Emu3":
                 model = library.Emu3ForCausalLM(library.Emu3TextConfig(**sizes))
             else:
                 model = library.LlamaForCausalLM(library.LlamaConfig(**sizes))
     finally:
-        torch.set_default_dtype(before)
-    model.eval().requires_grad_(False)
-    tokens = torch.full((2 * batch, CONTEXT), 5, device=placement.device)
-    out = model(input_ids=tokens, use_cache=True)
-    times = []
-    for _ in range(WARM + TIMED):
-        _wait(placement)
-        began = time.perf_counter()
-        out = model(input_ids=tokens[:, :1], past_key_values=out.past_key_values, use_cache=True)
-        out.logits[:, -1].argmax(-1).tolist()
-        times.append(1000 * (time.perf_counter() - began))
-    return {
-        "ms_per_token": statistics.median(times[WARM:]), "class": type(model).__name__, "version": library.__version__,
-        "context": CONTEXT, "note": "forward and argmax; without guidance, filters and noise",
-    }  # fmt: skip
-
-
-def _wait(placement: Placement) -> None:
-    if placement.device.type == "cuda":
-        torch.cuda.synchronize(placement.device)
+        torch.set_default_dtype(dtype)
+    return model.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""`underdraw bench engine`: how close passes come to what the memory allows, with random weights of true shapes."""
+"""`underdraw bench engine`: time of passes against the memory bandwidth bound, with random weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from underdraw.cli import options
+from underdraw.cli.measuring import stages
 from underdraw.cli.outputs import check_file
 from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError
@@ -15,7 +16,7 @@ from underdraw.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from underdraw.bench.engine import Kind
+    from underdraw.bench.engine import DrafterKind
     from underdraw.bench.replay import Trace
 
 EXAMPLES = """
@@ -26,40 +27,51 @@ underdraw bench engine --model random:anole-7b --out anole.json
 underdraw bench engine --model random:anole-7b --replay ghost.trace.json --replay-drafter block --out anole.json
 """
 PREFIX = "random:"
-WHAT = "What is measured"
+DRAFTER_KINDS = ("eagle", "block", "jacobi")
+MEASURED = "Measurement"
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 Model = Annotated[
     str,
     typer.Option(
-        "--model", "-m", metavar="MODEL", rich_help_panel=WHAT,
+        "--model",
+        "-m",
+        metavar="MODEL",
+        rich_help_panel=MEASURED,
         help="random:anole-7b, lumina-7b, llamagen-xl, janus-7b, emu3-8b or toy.",
     ),
-]  # fmt: skip
+]
 Replay = Annotated[
     list[Path] | None,
-    typer.Option(metavar="TRACE", rich_help_panel=WHAT, help="Force the accepted lengths of a trace; several times."),
+    typer.Option(
+        metavar="TRACE", rich_help_panel=MEASURED, help="Replay the accepted lengths of a trace; can be repeated."
+    ),
 ]
 ReplayDrafter = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="KIND", rich_help_panel=WHAT, help="What drafts in replays: eagle, block (default) or jacobi."
+        metavar="KIND",
+        rich_help_panel=MEASURED,
+        help="The drafter of a replay: eagle, block (default) or jacobi; can be repeated.",
     ),
 ]
-Batch = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Pictures drawn together, 1 to 8.")]
-StepRunner = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=WHAT, help="Timed passes of each size.")]
+Batch = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=MEASURED, help="Batch size, 1 to 8.")]
+Passes = Annotated[int, typer.Option(metavar="COUNT", rich_help_panel=MEASURED, help="Timed passes of each size.")]
 Attention = Annotated[
     Literal["auto", "sdpa", "matmul", "tree"],
-    typer.Option(rich_help_panel=WHAT, help="How a GPU attends; auto tries all and goes on with the fastest."),
-]  # fmt: skip
+    typer.Option(
+        rich_help_panel=MEASURED, help="Attention backend on a GPU; auto measures all of them and uses the fastest."
+    ),
+]
 Tune = Annotated[
-    bool, typer.Option("--tune", rich_help_panel=WHAT, help="Also try kernels for the matrix products; takes minutes.")
+    bool, typer.Option("--tune", rich_help_panel=MEASURED, help="Autotune the GEMMs during compilation; takes minutes.")
 ]
 Baseline = Annotated[
-    bool, typer.Option("--transformers/--no-transformers", rich_help_panel=WHAT, help="Time transformers as well.")
+    bool, typer.Option("--transformers/--no-transformers", rich_help_panel=MEASURED, help="Also time transformers.")
 ]
 Out = Annotated[
-    Path | None, typer.Option("--out", "-o", metavar="FILE", rich_help_panel=options.OUTPUT, help="Write it as JSON.")
+    Path | None,
+    typer.Option("--out", "-o", metavar="FILE", rich_help_panel=options.OUTPUT, help="The result file (JSON)."),
 ]
 
 
@@ -69,7 +81,7 @@ def engine(
     replay: Replay = None,
     replay_drafter: ReplayDrafter = None,
     batch: Batch = 1,
-    passes: StepRunner = 40,
+    passes: Passes = 40,
     attention: Attention = "auto",
     tune: Tune = False,
     baseline: Baseline = True,
@@ -81,65 +93,65 @@ def engine(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Time passes of every size beside the floor that the memory sets and beside transformers, without a checkpoint."""
+    """Time passes of every size against the memory bandwidth bound and transformers, without a checkpoint."""
     if not model.startswith(PREFIX):
-        raise ConfigError(f"--model {model} has no published shape; use {PREFIX}anole-7b or another of --help.")
+        raise ConfigError(f"--model {model} has no published shape; use {PREFIX}anole-7b or another one of --help.")
     if not 1 <= batch <= 8 or passes < 1:
-        raise ConfigError(f"--batch {batch} must lie between 1 and 8, and --passes {passes} be at least 1.")
+        raise ConfigError(f"--batch {batch} must be from 1 to 8, and --passes {passes} at least 1.")
     if out is not None:
         check_file(out)
-    traces = _traces(replay or [], replay_drafter or [])
-    from rich.console import Console
+    traces = _load_traces(replay or [], replay_drafter or [])
+    with stages(f"loading {model}", silent=json or quiet) as set_stage:
+        from underdraw.bench.engine import EngineBenchConfig, measure
+        from underdraw.engine.cuda_graphs import make_graph_cache
+        from underdraw.io import atomic_write_json
+        from underdraw.models.loading import resolve_placement
+        from underdraw.nn.layer_functions import EAGER
 
-    from underdraw.bench.engine import EngineBenchConfig, measure
-    from underdraw.bench.results import write_json
-    from underdraw.engine.cuda_graphs import make_graph_cache
-    from underdraw.models.loading import resolve_placement
-    from underdraw.nn.layer_functions import EAGER
+        placement = resolve_placement(device, dtype)
+        graphs = make_graph_cache(placement.device, compile)
+        mode: Any = "off" if graphs is None else "capture" if graphs.layer_functions is EAGER else "on"
+        if tune and mode != "on":
+            raise ConfigError("--tune needs compiled passes; leave it out, or use --compile on.")
+        config = EngineBenchConfig(
+            model.removeprefix(PREFIX),
+            placement,
+            mode,
+            batch,
+            passes,
+            temperature=1.0 if temperature is None else temperature,
+            attention_backend=attention,
+            tuned=tune,
+        )
 
-    place = resolve_placement(device, dtype)
-    graphs = make_graph_cache(place.device, compile)
-    mode: Any = "off" if graphs is None else "capture" if graphs.layer_functions is EAGER else "on"
-    if tune and mode != "on":
-        raise ConfigError("--tune is about compiled passes and these are not compiled; leave it out, or --compile on.")
-    settings = EngineBenchConfig(
-        model.removeprefix(PREFIX), place, mode, batch, passes,
-        temperature=1.0 if temperature is None else temperature, attention_backend=attention, tuned=tune,
-    )  # fmt: skip
-    console = Console(stderr=True, quiet=json or quiet)
+        def save(partial: dict[str, Any]) -> None:
+            if out is not None:
+                atomic_write_json(out, partial)
 
-    def keep(part: dict[str, Any]) -> None:
-        if out is not None:
-            write_json(out, part)
-
-    record = measure(settings, traces, console.print, baseline=baseline, keep=keep)
-    if not (json or quiet):
-        show(record)
-    plain = record["plain"]
-    sentence = f"{model}: {plain['ms_per_token']:.2f} ms a token, {plain['over_floor']:.2f} times the floor"
-    print_result(sentence, record, as_json=json, quiet=quiet)
+        record = measure(config, traces, set_stage, baseline=baseline, save=save)
+    _print(model, record, json=json, quiet=quiet)
 
 
-def _traces(paths: Sequence[Path], kinds: Sequence[str]) -> list[tuple[Trace, Kind]]:
+def _load_traces(paths: Sequence[Path], kinds: Sequence[str]) -> list[tuple[Trace, DrafterKind]]:
     from underdraw.bench.replay import Trace
 
-    wrong = [kind for kind in kinds if kind not in ("eagle", "block", "jacobi")]
-    if wrong:
-        raise ConfigError(f"--replay-drafter {wrong[0]} is not known; use eagle, block or jacobi.")
+    unknown = [kind for kind in kinds if kind not in DRAFTER_KINDS]
+    if unknown:
+        raise ConfigError(f"--replay-drafter {unknown[0]} is unknown; use {', '.join(DRAFTER_KINDS)}.")
     if len(kinds) > len(paths):
         raise ConfigError("--replay-drafter belongs to a --replay; give as many traces.")
-    named: Any = [*kinds, *["block"] * (len(paths) - len(kinds))]
-    return [(Trace.load(path), kind) for path, kind in zip(paths, named, strict=True)]
+    drafters: Any = [*kinds, *["block"] * (len(paths) - len(kinds))]
+    return [(Trace.load(path), kind) for path, kind in zip(paths, drafters, strict=True)]
 
 
-def show(record: dict[str, Any]) -> None:
-    """The figures as a table."""
-    from rich.console import Console
-    from rich.table import Table
+def _print(model: str, record: dict[str, Any], *, json: bool, quiet: bool) -> None:
+    from underdraw.bench.records import record_sections
+    from underdraw.bench.report import print_table
 
-    from underdraw.bench.performance import rows
-
-    table = Table("what", "value")
-    for name, value in rows(record):
-        table.add_row(name, value)
-    Console().print(table)
+    if not (json or quiet):
+        for section in record_sections(record):
+            if section.table is not None:
+                print_table(section.table)
+    plain = record["plain"]
+    line = f"{model}: {plain['ms_per_token']:.2f} ms per token, {plain['over_floor']:.2f} times the bandwidth bound"
+    print_result(line, record, as_json=json, quiet=quiet)

@@ -60,7 +60,7 @@ def generate_image(
     if options.trace is not None:
         from underdraw.bench.replay import Trace
 
-        Trace.of(steps, {key: record[key] for key in TRACE_KEYS}).save(options.trace)
+        Trace.from_steps(steps, {key: record[key] for key in TRACE_KEYS}).save(options.trace)
     line = f"{path}: {summary_line(record)}; seed {record['seed']}"
     print_result(line, record, as_json=options.json, quiet=options.quiet)
 

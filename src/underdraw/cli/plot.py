@@ -1,4 +1,4 @@
-"""`underdraw plot`: the figures and the report of a benchmark, and the pages of documents that show them."""
+"""`underdraw plot`: figures and a report of a benchmark, and the generated blocks of documentation pages."""
 
 from __future__ import annotations
 
@@ -14,40 +14,43 @@ from underdraw.errors import ConfigError
 EXAMPLES = """
 Examples:
 
-underdraw plot benchmarks/results/paper-main
+underdraw plot benchmarks/results/paper-main/cpu
 
-underdraw plot --page docs/experiments.md
+underdraw plot --page docs
 """
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 Folder = Annotated[
-    Path | None, typer.Argument(metavar="[RUN]", help="The folder that `underdraw bench --out` has written.")
+    Path | None, typer.Argument(metavar="[FOLDER]", help="A folder written by `underdraw bench` or `bench engine`.")
 ]
 Page = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", rich_help_panel=options.OUTPUT,
-        help="A Markdown page: what stands between its markers is made anew from the results that they name.",
+        metavar="FILE|FOLDER",
+        rich_help_panel=options.OUTPUT,
+        help="A Markdown page, or a folder of pages: generate the blocks between <!-- results: PATH --> and "
+        "<!-- end --> again from the results at PATH.",
     ),
-]  # fmt: skip
+]
 
 
 @app.command(epilog=EXAMPLES)
-def plot(run: Folder = None, page: Page = None, json: options.Json = False, quiet: options.Quiet = False) -> None:
-    """Draw every figure of a run as PNG and SVG, and write one HTML report with tables and figures."""
-    if (run is None) == (page is None):
-        raise ConfigError("give either the folder of a run or --page FILE; see underdraw plot --help.")
+def plot(folder: Folder = None, page: Page = None, json: options.Json = False, quiet: options.Quiet = False) -> None:
+    """Draw the figures of a benchmark as PNG and SVG and write an HTML report, or update documentation pages."""
+    if (folder is None) == (page is None):
+        raise ConfigError("give either the folder of a benchmark or --page; see underdraw plot --help.")
     if page is not None:
-        from underdraw.bench.page import renew
+        from underdraw.bench.report import find_pages, update_page
 
-        changed = renew(page)
-        told = "made anew" if changed else "as it was"
-        print_result(f"{page}: {told}", {"page": str(page), "changed": changed}, as_json=json, quiet=quiet)
+        pages = find_pages(page)
+        changed = [path for path in pages if update_page(path)]
+        record = {"page": str(page), "pages": [str(path) for path in pages], "changed": bool(changed)}
+        print_result(f"{page}: {len(changed)} of {len(pages)} pages changed", record, as_json=json, quiet=quiet)
         return
-    assert run is not None
-    if not run.is_dir():
-        raise ConfigError(f"{run} is not a folder; name the one that `underdraw bench --out` has written.")
+    assert folder is not None
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; name one written by `underdraw bench --out`.")
     from underdraw.bench.report import write_report
 
-    files = write_report(run)
-    record = {"run": str(run), "files": [str(file) for file in files]}
+    files = write_report(folder)
+    record = {"run": str(folder), "files": [str(file) for file in files]}
     print_result(f"{files[-1]}: {len(files) - 1} figures", record, as_json=json, quiet=quiet)

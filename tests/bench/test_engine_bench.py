@@ -1,8 +1,9 @@
-"""`underdraw bench engine` on a toy shape, and traces: what was accepted once is accepted again, with any weights."""
+"""`underdraw bench engine` on a toy shape, and replayed traces: the same lengths are accepted with any weights."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,10 +14,9 @@ import pytest
 import torch
 import toy_models
 
-from underdraw.bench.engine import fastest
-from underdraw.bench.performance import page, write_page
-from underdraw.bench.replay import Replan, Replay, Trace
-from underdraw.bench.transformers_baseline import transformers_ms
+from underdraw.bench.engine import fastest_attention
+from underdraw.bench.replay import ReplayPolicy, ReplayVerifier, Trace
+from underdraw.bench.transformers_baseline import time_transformers
 from underdraw.cli.app import main
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.engine.autotune import PassCosts, Workload, load_or_measure_costs, read_costs, tree_within_budget
@@ -35,12 +35,12 @@ PARAMETERS = {"anole-7b": 6.7, "lumina-7b": 6.7, "llamagen-xl": 0.75, "janus-7b"
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_shapes_have_their_published_sizes(name: str) -> None:
-    own = model_shape(name)
+def test_random_models_have_published_sizes(name: str) -> None:
+    model = model_shape(name)
     with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in Transformer(own.arch).parameters())
+        count = sum(parameter.numel() for parameter in Transformer(model.arch).parameters())
     assert abs(count / 1e9 / PARAMETERS[name] - 1) < 0.06
-    assert own.layout.vocab_size >= len(own.arch.outputs or ())
+    assert model.layout.vocab_size >= len(model.arch.outputs or ())
     assert set(SHAPES) == {*PARAMETERS, "toy"}
 
 
@@ -49,31 +49,31 @@ def recorded() -> tuple[Trace, list[int]]:
     _, _, steps = toy_models.run_decode(
         of, Jacobi(), policies.build("chain:depth=4"), layout=toy_models.ROW_ENDS, guidance=2.0
     )
-    return Trace.of(steps, {"model": "toy"}), [step.accepted for step in steps]
+    return Trace.from_steps(steps, {"model": "toy"}), [step.accepted for step in steps]
 
 
 @pytest.mark.parametrize("name", ["eagle", "block", "jacobi"])
-@pytest.mark.parametrize("captured", [True, False], ids=["captured", "as-it-is"])
-def test_a_replay_accepts_what_the_trace_says(name: str, captured: bool) -> None:
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
+def test_replay_accepts_the_lengths_of_the_trace(name: str, captured: bool) -> None:
     trace, accepted = recorded()
     assert sum(accepted) > 0
     of = toy_models.target(9)
     drafter: Any = {"eagle": toy_models.eagle(of), "block": toy_models.block(of), "jacobi": Jacobi()}[name]
-    verifier, graphs = Replay(trace, torch.device("cpu")), GraphCache(capture=EagerPass) if captured else None
+    verifier, graphs = ReplayVerifier(trace, torch.device("cpu")), GraphCache(capture=EagerPass) if captured else None
     for _ in range(2):
         verifier.rewind()
         _, histories, steps = toy_models.run_decode(
-            of, drafter, Replan(trace), verifier=verifier, layout=toy_models.ROW_ENDS, guidance=2.0, graphs=graphs
+            of, drafter, ReplayPolicy(trace), verifier=verifier, layout=toy_models.ROW_ENDS, guidance=2.0, graphs=graphs
         )
         assert [step.accepted for step in steps] == accepted
         assert histories[0].done
         ends = histories[0].tokens[toy_models.ROW_ENDS.start :][
             toy_models.ROW_ENDS.width :: toy_models.ROW_ENDS.row_stride
         ]
-        assert set(ends.tolist()) == {toy_models.ROW_ENDS.row_end}, "forced tokens stay where they belong"
+        assert set(ends.tolist()) == {toy_models.ROW_ENDS.row_end}, "row ends keep their token"
 
 
-def test_traces_come_back_from_their_files(tmp_path: Path) -> None:
+def test_traces_survive_saving(tmp_path: Path) -> None:
     trace, _ = recorded()
     trace.save(tmp_path / "trace.json")
     again = Trace.load(tmp_path / "trace.json")
@@ -81,11 +81,11 @@ def test_traces_come_back_from_their_files(tmp_path: Path) -> None:
     assert again.tokens_per_pass > 1
     for text in ("{}", "nonsense", '{"kind": "underdraw-trace", "passes": []}', '{"kind": "x", "passes": [[1]]}'):
         (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(ConfigError, match="is no trace"):
+        with pytest.raises(ConfigError, match="is not a trace"):
             Trace.load(tmp_path / "bad.json")
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_command_writes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Trace((TreePlan(3, 2, 2, 8),), (2,), {"model": "made up"}).save(tmp_path / "trace.json")
     words = ["bench", "engine", "--model", "random:toy", "--passes", "2", "--no-transformers", "--json"]
     words += ["--replay", str(tmp_path / "trace.json"), "--out", str(tmp_path / "out.json"), "--device", "cpu"]
@@ -94,29 +94,54 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out) == record
     assert set(record["verify_ms"]) == {"1", "8", "16", "32", "64", "128"}
     assert set(record["level_ms"]) == {"eagle", "block"}
-    assert record["plain"]["over_floor"] > 1
+    assert record["kind"] == "engine" and record["plain"]["over_floor"] > 1
     (replay,) = record["replays"]
     assert "forced" in replay["note"] and abs(replay["tokens_per_pass"] - 3) < 0.1
-    (tmp_path / "page.md").write_text("before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n")
+    check_engine_pages(tmp_path, record)
+
+
+def check_engine_pages(folder: Path, record: dict[str, Any]) -> None:
+    """A folder of records becomes a figure, a report and a block of a page; also one of a stopped run."""
     shapes = {"one node": {"tokens_equal": 0.9931, "pictures_equal": 0.25}}
     settings = {"guidance": 2.0, "temperature": 1.0, "nodes": 16, "machine": record["machine"]}
-    found = {"model": "tiny", "dtype": "bfloat16", "pictures": 20, "shapes": shapes, **settings}
-    (tmp_path / "agreement.json").write_text(json.dumps(found))
-    write_page([tmp_path / "out.json", tmp_path / "agreement.json"], tmp_path / "page.md")
-    text = (tmp_path / "page.md").read_text()
-    assert page([record]) in text and "old" not in text and text.startswith("before") and text.endswith("after\n")
-    assert "(forced)" in text and "| one node | 99.31 % | 25 % |" in text
-    assert f"torch {record['machine']['torch']}, commit" in text and "trees of 16 nodes" in text
-    assert "![" in text and (tmp_path / "page.svg").read_text().startswith("<?xml")
-    for part in ("plain", "verify_ms", "level_ms", "replays", "profiles"):  # of a run that was stopped
+    agreement = {"model": "tiny", "dtype": "bfloat16", "pictures": 20, "shapes": shapes, **settings}
+    (folder / "agreement.json").write_text(json.dumps(agreement))
+    page = folder / "page.md"
+    page.write_text("before\n<!-- results: . -->\nold\n<!-- end -->\nafter\n")
+    assert main(["plot", str(folder), "--quiet"]) == main(["plot", "--page", str(page), "--quiet"]) == 0
+    text = page.read_text()
+    assert text.startswith("before") and text.endswith("after\n") and "old" not in text
+    assert "(figures/pass_time.png)" in text and (folder / "figures" / "pass_time.png").is_file()
+    assert text.index("### random:toy") < text.index("### Agreement"), "agreement comes last"
+    assert "(forced)" in text and "| one node | 99.31 % | 25 % |" in text and "chains of 16 nodes" in text
+    assert (
+        f"torch {record['machine']['torch']}, commit" in text and "random:toy" in (folder / "report.html").read_text()
+    )
+    del record["kind"]  # as older records are
+    for part in ("plain", "verify_ms", "level_ms", "replays", "profiles"):
         del record[part]
-        (tmp_path / "out.json").write_text(json.dumps(record))
-        write_page([tmp_path / "out.json"], tmp_path / "page.md")
-        assert "| floor |" in (tmp_path / "page.md").read_text()
+        (folder / "out.json").write_text(json.dumps(record))
+        assert main(["plot", "--page", str(page), "--quiet"]) == 0
+        assert "| bandwidth bound of a pass |" in page.read_text()
+
+
+def test_engine_command_shows_progress_from_the_start(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Without a terminal: a line when it starts, before anything heavy, and one per stage."""
+    import underdraw.bench.engine as engine
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConfigError("stopped here")
+
+    monkeypatch.setattr(engine, "copy_bandwidth", fail)
+    assert main(["bench", "engine", "--model", "random:toy", "--device", "cpu"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("s: loading random:toy") and lines[1].endswith("s: copy bandwidth")
+    assert main(["bench", "engine", "--model", "random:toy", "--device", "cpu", "--quiet"]) == 2
+    assert capsys.readouterr().err == "error: stopped here\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["--model", "tiny"], "no published shape"),
         (["--model", "random:gpt"], "random model"),
@@ -125,9 +150,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "random:toy", "--replay-drafter", "block"], "belongs to a --replay"),
     ],
 )
-def test_bad_words_are_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_option_prints_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", *words]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -139,21 +164,22 @@ def test_bad_words_are_one_sentence(words: list[str], says: str, capsys: pytest.
         ("emu3-8b", "Emu3ForCausalLM"),
     ],
 )
-def test_the_baseline_of_every_family(name: str, expected: str) -> None:
-    """The classes of transformers, with the family's vocabulary and little else of its size."""
-    own = model_shape(name)
-    arch = replace(own.arch, dim=32, layers=1, heads=4, kv_heads=2, head_dim=8, ffn=16, rope=Rope.one_axis(8))
+def test_transformers_baseline_of_every_family(name: str, expected: str) -> None:
+    """The classes of transformers, with the family's vocabulary but small layers."""
+    model = model_shape(name)
+    arch = replace(model.arch, dim=32, layers=1, heads=4, kv_heads=2, head_dim=8, ffn=16, rope=Rope.one_axis(8))
     place = Placement(torch.device("cpu"), torch.float32)
-    found = transformers_ms(name, replace(own, arch=arch), place, 1)
-    assert found["class"] == expected and found["ms_per_token"] > 0
+    record = time_transformers(name, replace(model, arch=arch), place, 1)
+    assert record["class"] == expected and record["ms_per_token"] > 0
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_the_gpu_session_on_a_toy(tmp_path: Path) -> None:
+def test_gpu_session_with_a_toy_model(tmp_path: Path) -> None:
     """The command for a machine with a GPU, with a toy model: every part is on disk in the end."""
     root = Path(__file__).parent.parent.parent
     words = [sys.executable, "benchmarks/gpu_session.py", str(tmp_path), "--tiny", "--only", "anole-7b"]
-    done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tests share the machine
+    done = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout
     assert json.loads((tmp_path / "session.json").read_text())[0]["code"] == 0
     record = json.loads((tmp_path / "anole-7b.json").read_text())
@@ -178,19 +204,17 @@ def test_costs_of_captured_passes_are_measured_once_and_stored(
     assert read_costs(replace(workload, key=("other",)).name, file) is None
 
 
-def test_the_fastest_way_to_attend() -> None:
+def test_fastest_attention_backend() -> None:
     times = {"compiled, sdpa": {"1": 5.0, "64": 6.0}, "compiled, tree": {"1": 4.0, "64": 6.5}}
-    assert fastest(times) == "tree"
-    assert fastest({**times, "compiled, tree": {"error": "no triton"}}) == "sdpa"
+    assert fastest_attention(times) == "tree"
+    assert fastest_attention({**times, "compiled, tree": {"error": "no triton"}}) == "sdpa"
 
 
 @pytest.mark.parametrize(
     ("plain", "level", "large", "deepest", "nodes"),
     [(4.8, 0.41, 5.9, 6, 64), (0.9, 0.26, 1.4, 3, 16), (4.8, 0.1, 5.9, 10, 64), (1.0, 0.9, 1.1, 1, 64)],
 )
-def test_trees_are_as_large_and_deep_as_pays(
-    plain: float, level: float, large: float, deepest: int, nodes: int
-) -> None:
+def test_tree_size_follows_from_costs(plain: float, level: float, large: float, deepest: int, nodes: int) -> None:
     """A level takes less of a plain pass than its chance to be reached, 0.7 to the power of its depth."""
     costs = PassCosts(plain, plain, 0.0, level, ((1, plain), (16, plain), (64, large)), ((1, level), (12, level)))
     policy = tree_within_budget(costs)

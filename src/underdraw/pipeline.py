@@ -251,7 +251,9 @@ class Pipeline(PipelineParts):
 
     def plain(self) -> Pipeline:
         """The same model without speculation: one token per pass, the tokens that `exact` reproduces."""
-        return Pipeline(self.model, drafter="forced", tree="none", verifier="exact", compile=self.compile)
+        pipe = Pipeline(self.model, drafter="forced", tree="none", verifier="exact", compile=self.compile)
+        pipe.set_progress_bar_config(**self._progress_bar)
+        return pipe
 
     def prompts(self, request: GenerationRequest) -> list[Prompt]:
         """The tokenized prompts of a request."""

@@ -6,12 +6,14 @@ import io
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import small_checkpoint
 from commands import call
 from PIL import Image
+from tqdm import tqdm
 
 from underdraw import Pipeline
 from underdraw.cli.app import main
@@ -190,3 +192,19 @@ def test_progress_bar_counts_tokens(
     shown = terminal.getvalue()
     assert (f"0/{small_checkpoint.TOKENS}" in shown) == seen and ("tokens/pass" in shown) == seen
     assert ("loading" in shown) == seen
+
+
+def test_compare_shows_one_bar_at_a_time(small_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bars of the pipelines are off, for plain sampling too."""
+    labels = []
+
+    class RecordedBar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            if not self.disable:
+                labels.append(settings.get("desc"))
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setattr("tqdm.tqdm", RecordedBar)
+    assert main(["generate", "fox", "-m", str(small_model), "-o", "a.png", "--compare", *QUICK]) == 0
+    assert labels == [None, "plain"]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from recipes.tiny.data import is_held_out
-from recipes.tiny.raw import RawPicture
+from recipes.tiny.data import Kind, Picture, is_held_out
 from recipes.tiny.vocabulary import vocabulary
 
 
-def picture(kind: str, group: str, phrase: str, subject: str = "emoji fox") -> RawPicture:
-    return RawPicture(
-        key=phrase, kind=kind, style="noto", group=group, phrase=phrase, subject=subject, flippable=True,
-        form="svg", payload=b"",
-    )  # type: ignore[arg-type]  # fmt: skip
+def picture(kind: Kind, group: str, phrase: str, subject: str = "emoji fox") -> Picture:
+    return Picture(key=phrase, kind=kind, style="noto", group=group, phrase=phrase, subject=subject, flippable=True)
 
 
 def test_vocabulary_lists_phrases_and_words() -> None:

@@ -24,7 +24,7 @@ from underdraw.nn.transformer import Transformer
 
 
 class CachedDecoder:
-    """Runs a decoder over R rows of a KV cache of its own."""
+    """A decoder and the KV cache of its R rows."""
 
     def __init__(self, net: Transformer, rows: int, capacity: int) -> None:
         self.net = net

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,25 +38,16 @@ def _write_cache(
 
 
 def with_cache_kernel(project_qkv: ProjectQKV, layer_to_qkv: LayerToQKV) -> LayerFunctions:
-    """Layer functions that end in the kernel for QK norm, RoPE and the cache write, behind the given projections."""
+    """Layer functions that end in the kernel for QK norm, RoPE and the cache write, after these projections."""
 
-    def qkv_to_cache(
-        layer: DecoderLayer, x: Tensor, cos_sin: CosSin, keys: Tensor, values: Tensor, slots: Tensor
-    ) -> Tensor:
-        return _write_cache(layer, project_qkv(layer, x), cos_sin, keys, values, slots)
+    def qkv_to_cache(layer: DecoderLayer, x: Tensor, *rope_and_cache: Any) -> Tensor:
+        return _write_cache(layer, project_qkv(layer, x), *rope_and_cache)
 
     def layer_to_layer(
-        layer: DecoderLayer,
-        next_layer: DecoderLayer,
-        x: Tensor,
-        attended: Tensor,
-        cos_sin: CosSin,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
+        layer: DecoderLayer, next_layer: DecoderLayer, x: Tensor, attended: Tensor, *rope_and_cache: Any
     ) -> tuple[Tensor, Tensor]:
         x, qkv = layer_to_qkv(layer, next_layer, x, attended)
-        return x, _write_cache(next_layer, qkv, cos_sin, keys, values, slots)
+        return x, _write_cache(next_layer, qkv, *rope_and_cache)
 
     return LayerFunctions(qkv_to_cache, layer_to_layer)
 

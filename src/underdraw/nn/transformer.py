@@ -160,9 +160,8 @@ class DecoderLayer(nn.Module):
     def ffn(self, x: Tensor) -> Tensor:
         """SwiGLU: (R, N, dim) -> (R, N, dim)."""
         gate, up = linear(x, self.gate_up.weight).split_with_sizes([self.arch.ffn, self.arch.ffn], -1)
-        one = scalar(1.0) if x.is_cpu else 1
         # Not F.silu: its bits depend on the element's position once several threads share a tensor.
-        activated = gate / (torch.exp(-gate) + one)
+        activated = gate / (torch.exp(-gate) + (scalar(1.0) if x.is_cpu else 1))
         return linear(activated * up, self.down.weight)
 
 

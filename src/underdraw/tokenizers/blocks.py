@@ -6,6 +6,7 @@ the quantised cells: `norm(x, *cells)`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -181,6 +182,40 @@ class Codebook(nn.Module):
     def lookup(self, codes: Tensor) -> Tensor:
         """Cells (B, D, H, W) of codes (B, H, W)."""
         return self.entries[codes].movedim(-1, 1)
+
+
+class CodebookTokenizer(nn.Module, ABC):
+    """An image tokenizer with a learned codebook. Pixels are RGB in [-1, 1]."""
+
+    quantize: Codebook
+
+    def __init__(self, downsample: int) -> None:
+        super().__init__()
+        self.downsample = downsample  # pixels per code along one side
+
+    @abstractmethod
+    def to_cells(self, pixels: Tensor) -> Tensor:
+        """Unquantised cells (B, D, H/f, W/f) of images (B, 3, H, W)."""
+
+    @abstractmethod
+    def to_pixels(self, cells: Tensor) -> Tensor:
+        """Images (B, 3, H*f, W*f) of cells (B, D, H, W)."""
+
+    @property
+    def codebook(self) -> Tensor:
+        """The codebook as it was trained, not normalised to length 1: (K, D)."""
+        return self.quantize.embedding.weight
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Codes of images: (B, 3, H, W) -> (B, H/f, W/f)."""
+        check_image_size(pixels, self.downsample)
+        return self.quantize.nearest(self.to_cells(pixels.to(self.codebook.dtype)))
+
+    @torch.no_grad()
+    def decode(self, codes: Tensor) -> Tensor:
+        """Images of codes, clamped to [-1, 1]: (B, H, W) -> (B, 3, H*f, W*f)."""
+        return self.to_pixels(self.quantize.lookup(codes)).clamp(-1, 1)
 
 
 def check_image_size(pixels: Tensor, downsample: int) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from underdraw.tokenizers.blocks import (
     BlockStyle,
     Codebook,
+    CodebookTokenizer,
     MiddleBlock,
-    check_image_size,
     group_norm,
     resolution_levels,
     run_decoder_levels,
@@ -183,11 +183,11 @@ class MoVQDecoder(nn.Module):
         return self.conv_out(swish(self.norm_out(x, cells)))
 
 
-class VideoVQ(nn.Module):
-    """Emu3's image tokenizer. Pixels are RGB in [-1, 1]."""
+class VideoVQ(CodebookTokenizer):
+    """Emu3's image tokenizer."""
 
     def __init__(self, arch: VideoVQArch) -> None:
-        super().__init__()
+        super().__init__(arch.downsample)
         self.arch = arch
         self.encoder = MoVQEncoder(arch)
         self.decoder = MoVQDecoder(arch)
@@ -195,25 +195,9 @@ class VideoVQ(nn.Module):
         self.quant_conv = TimeConv(arch.latent, arch.code_dim, (3, 1, 1))
         self.post_quant_conv = TimeConv(arch.code_dim, arch.latent, (3, 1, 1))
 
-    @property
-    def downsample(self) -> int:
-        """Pixels per code along one side."""
-        return self.arch.downsample
+    def to_cells(self, pixels: Tensor) -> Tensor:
+        return self.quant_conv(self.encoder(pixels))[:, :, 0]
 
-    @property
-    def codebook(self) -> Tensor:
-        """The cell of each code: (K, D)."""
-        return self.quantize.embedding.weight
-
-    @torch.no_grad()
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Codes of images: (B, 3, H, W) -> (B, H/f, W/f)."""
-        check_image_size(pixels, self.downsample)
-        cells = self.quant_conv(self.encoder(pixels.to(self.codebook.dtype)))
-        return self.quantize.nearest(cells[:, :, 0])
-
-    @torch.no_grad()
-    def decode(self, codes: Tensor) -> Tensor:
-        """Images of codes, clamped to [-1, 1]: (B, H, W) -> (B, 3, H*f, W*f)."""
-        cells = self.quantize.lookup(codes)[:, :, None]
-        return self.decoder(self.post_quant_conv(cells), cells).clamp(-1, 1)
+    def to_pixels(self, cells: Tensor) -> Tensor:
+        frames = cells[:, :, None]  # a clip of one frame
+        return self.decoder(self.post_quant_conv(frames), frames)

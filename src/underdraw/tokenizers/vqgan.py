@@ -19,8 +19,8 @@ from underdraw.errors import CheckpointError
 from underdraw.tokenizers.blocks import (
     BlockStyle,
     Codebook,
+    CodebookTokenizer,
     MiddleBlock,
-    check_image_size,
     group_norm,
     resolution_levels,
     run_decoder_levels,
@@ -131,11 +131,11 @@ class VQGANDecoder(nn.Module):
         return self.conv_out(swish(self.norm_out(x)))
 
 
-class VQGAN(nn.Module):
-    """An image tokenizer with a learned codebook."""
+class VQGAN(CodebookTokenizer):
+    """The image tokenizer of Chameleon, LlamaGen and Janus."""
 
     def __init__(self, arch: VQArch) -> None:
-        super().__init__()
+        super().__init__(arch.downsample)
         self.arch = arch
         self.encoder = VQGANEncoder(arch)
         self.quantize = Codebook(arch.codes, arch.code_dim, unit=arch.unit_codes)
@@ -143,23 +143,8 @@ class VQGAN(nn.Module):
         self.post_quant_conv = nn.Conv2d(arch.code_dim, arch.latent, 1)
         self.decoder = VQGANDecoder(arch)
 
-    @property
-    def downsample(self) -> int:
-        """Pixels per code along one side."""
-        return self.arch.downsample
+    def to_cells(self, pixels: Tensor) -> Tensor:
+        return self.quant_conv(self.encoder(pixels))
 
-    @property
-    def codebook(self) -> Tensor:
-        """The codebook as it was trained, not normalised to length 1: (K, D)."""
-        return self.quantize.embedding.weight
-
-    @torch.no_grad()
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Codes of images: (B, 3, H, W) -> (B, H/f, W/f)."""
-        check_image_size(pixels, self.downsample)
-        return self.quantize.nearest(self.quant_conv(self.encoder(pixels.to(self.codebook.dtype))))
-
-    @torch.no_grad()
-    def decode(self, codes: Tensor) -> Tensor:
-        """Images of codes, clamped to [-1, 1]: (B, H, W) -> (B, 3, H*f, W*f)."""
-        return self.decoder(self.post_quant_conv(self.quantize.lookup(codes))).clamp(-1, 1)
+    def to_pixels(self, cells: Tensor) -> Tensor:
+        return self.decoder(self.post_quant_conv(cells))

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from commands import call, run_script, start
-from test_subjects import PixelFeatures
 
-from recipes.tiny import captions, grade_loss, grade_subjects, imagenet_features, train_decoder, train_drafter
+from recipes.tiny import captions, grade_loss, grade_subjects, train_decoder, train_drafter
 from recipes.tiny.data import Pack
 from underdraw.nn.weights import load_weights
 from underdraw.training.trainer import load_state
@@ -38,7 +37,8 @@ def train_tokenizer_killed_once(pack: Pack, out: Path) -> None:
     assert load_weights(out)[1]["progress"]["steps"] > state["steps"]
 
 
-def test_recipe_trains_and_grades_a_model(pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("pixel_features")
+def test_recipe_trains_and_grades_a_model(pack: Pack, tmp_path: Path) -> None:
     model, samples = tmp_path / "tiny", tmp_path / "samples"
     train_tokenizer_killed_once(pack, model / "tokenizer")
     (model / "config.json").write_text(json.dumps({"model_type": "underdraw-tiny"}))
@@ -66,8 +66,6 @@ def test_recipe_trains_and_grades_a_model(pack: Pack, tmp_path: Path, monkeypatc
     assert done.code == 0, done.err
     assert run_script(grade_loss, "--pack", pack.path, "--model", model, "--into", statistics, "--count", 2).code == 0
     assert json.loads(statistics.read_text())["loss"]["train"]["loss"] > 0
-    monkeypatch.setattr(imagenet_features, "load_weights", lambda cache: {})
-    monkeypatch.setattr(imagenet_features, "ImageNetFeatures", lambda weights: PixelFeatures())
     options = ["--pack", pack.path, "-m", model, "--count", 1, "--candidates", 8, "--batch", 4]
     done = run_script(grade_subjects, *options, "--out", tmp_path / "subjects.json", "--drafter", "jacobi", "--json")
     assert done.code == 0, done.err

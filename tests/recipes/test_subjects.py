@@ -26,17 +26,7 @@ from recipes.tiny.subjects import PROMPT_SETS, SubjectGrader, border_colour, cho
 from underdraw.errors import CheckpointError, ConfigError
 
 
-class PixelFeatures(ImageNetFeatures):
-    """Images as 8 x 8 pixels, which is enough to recognise the sprites of the small pack."""
-
-    def __init__(self) -> None:
-        pass
-
-    def features(self, pixels: Tensor) -> Tensor:
-        return F.normalize(F.adaptive_avg_pool2d(pixels, 8).flatten(1) - 0.5, dim=-1)
-
-
-def test_true_images_have_rank_one(pack: Pack) -> None:
+def test_true_images_have_rank_one(pack: Pack, pixel_features: ImageNetFeatures) -> None:
     """Also in pairs and on colours; an image of another subject does not."""
     rng = np.random.default_rng(0)
     names = choose_candidates(pack, 20, rng)
@@ -44,7 +34,7 @@ def test_true_images_have_rank_one(pack: Pack) -> None:
     expected = set(PROMPT_SETS) - ({"new style"} if sprite_pack.TWO_STYLES not in names else set())
     assert {prompt.set for prompt in prompts} == expected
     assert all(is_held_out(pack.pictures[p.rows[0]].subject) == (p.set == "held-out") for p in prompts)
-    grader, graded = SubjectGrader(pack, names, PixelFeatures()), 0
+    grader, graded = SubjectGrader(pack, names, pixel_features), 0
     for prompt_set in ("training", "held-out", "new pair"):
         members = [prompt for prompt in prompts if prompt.set == prompt_set]
         true = grader.paint([prompt.rows for prompt in members], [prompt.colour for prompt in members])
@@ -136,14 +126,13 @@ def test_weights_are_read_from_a_wheel(tmp_path: Path, monkeypatch: pytest.Monke
         ImageNetFeatures({"_fc.weight": torch.zeros(1)})
 
 
-def test_command_grades_a_random_model(pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("pixel_features")
+def test_command_grades_a_random_model(pack: Pack, tmp_path: Path) -> None:
     """A random model generates nothing similar to the request; true images are recognised."""
     words = {f" {word}" for picture in pack.pictures for word in picture.phrase.split()}
     more = ["3D", "render", "flat", "emoji", "cartoon", "on", "an", "a", "the", "left", "right", "and", "to"]
     words |= {f" {word}" for word in (*more, "background", ",", *(w for colour in COLOURS for w in colour.split()))}
     model = small_checkpoint.write(tmp_path / "model", words=sorted(words), length=40)
-    monkeypatch.setattr(imagenet_features, "load_weights", lambda cache: {})
-    monkeypatch.setattr(imagenet_features, "ImageNetFeatures", lambda weights: PixelFeatures())
     out, sheet = tmp_path / "new" / "subjects.json", tmp_path / "sheet.png"
     options = ["--pack", pack.path, "-m", model, "--count", 3, "--candidates", 12, "--batch", 6, "--out", out]
     done = run_script(grade_subjects, *options, "--sheet", sheet, "--json")

@@ -1,9 +1,9 @@
-"""Everything that the embedded model's card shows, measured anew: the sheet, subjects, statistics, targets, the pages.
+"""Measure everything that the embedded model's card shows: contact sheet, subjects, statistics, targets.
 
     python benchmarks/card.py --pack pack192.bin [--drafter FOLDER] [--only sheet subjects ...]
 
-In the root of the repository. Parts can be run apart with --only; the pages are written anew each time. Times
-(`targets`) want a machine that does nothing else.
+Run it in the root of the repository. --only selects parts; the pages are generated each time. Times (`targets`) need a
+machine without other load.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from pathlib import Path
 
 RESULTS = "benchmarks/results/tiny"
 PROMPTS = "benchmarks/prompts64.txt"
-PAGES = ("src/underdraw/assets/tiny/README.md", "docs/lab.md", "docs/experiments.md")
+PAGES = ("src/underdraw/assets/tiny/README.md", "docs")
 
 
 def commands(pack: Path, drafter: str, pictures: Path, batch: int) -> dict[str, list[str]]:
-    """The command of every part, without the interpreter."""
-    parts = ["--drafter", drafter]
-    common = ["--prompts", PROMPTS, *parts]
-    given = ["--pack", str(pack)]
-    drawn = ["-o", str(pictures), "--seed", "0", "--batch", str(batch), "--force"]
+    """The module and arguments of every part."""
+    drafter_option, pack_option = ["--drafter", drafter], ["--pack", str(pack)]
+    common = ["--prompts", PROMPTS, *drafter_option]
+    folder = ["-o", str(pictures), "--seed", "0", "--batch", str(batch), "--force"]
     return {
-        "prompts": ["recipes.tiny.combinations", *given, "--prompts", PROMPTS],
-        "sheet": ["underdraw", "generate", *common, *drawn, "--sheet", "docs/images/tiny-sheet.jpg"],
+        "prompts": ["recipes.tiny.combinations", *pack_option, "--prompts", PROMPTS],
+        "sheet": ["underdraw", "generate", *common, *folder, "--sheet", "docs/images/tiny-sheet.jpg"],
         "statistics": ["underdraw", "evaluate", "statistics", *common, "--out", f"{RESULTS}/statistics.json"],
-        "loss": ["recipes.tiny.grade_loss", *given, "--into", f"{RESULTS}/statistics.json"],
+        "loss": ["recipes.tiny.grade_loss", *pack_option, "--into", f"{RESULTS}/statistics.json"],
         "subjects": [
-            "recipes.tiny.grade_subjects", *given, *parts, "--batch", str(batch),
+            "recipes.tiny.grade_subjects", *pack_option, *drafter_option, "--batch", str(batch),
             "--out", f"{RESULTS}/subjects.json", "--sheet", str(pictures / "subjects.png"),
         ],
         "targets": ["recipes.tiny.targets", *common, "--out", "benchmarks/results/targets/cpu"],
@@ -43,9 +42,9 @@ def commands(pack: Path, drafter: str, pictures: Path, batch: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pack", type=Path, required=True, help="training pack")
-    parser.add_argument("--drafter", default="auto", help="auto (the model's own, or jacobi), jacobi, or a folder")
-    parser.add_argument("--pictures", type=Path, default=Path("pictures"), help="folder for the sheet's pictures")
-    parser.add_argument("--batch", type=int, default=1, help="pictures drawn together")
+    parser.add_argument("--drafter", default="auto", help="auto, jacobi, or a drafter's folder")
+    parser.add_argument("--pictures", type=Path, default=Path("pictures"), help="folder of the contact sheet's images")
+    parser.add_argument("--batch", type=int, default=1, help="batch size")
     parser.add_argument(
         "--only", nargs="*", metavar="PART", help="prompts, sheet, statistics, loss, subjects, targets, ..."
     )
@@ -54,7 +53,7 @@ def main() -> None:
         raise SystemExit("error: run this in the root of the repository, where benchmarks and docs are.")
     parts = commands(options.pack, options.drafter, options.pictures, options.batch)
     if unknown := set(options.only or ()) - set(parts):
-        raise SystemExit(f"error: there is no part {unknown.pop()!r}; use {', '.join(parts)}.")
+        raise SystemExit(f"error: unknown part {unknown.pop()!r}; use {', '.join(parts)}.")
     options.pictures.mkdir(parents=True, exist_ok=True)
     Path(RESULTS).mkdir(parents=True, exist_ok=True)
     for name, words in parts.items():

@@ -1,18 +1,19 @@
-"""Models of their true sizes, with random weights: written as published, loaded, and asked for a whole picture.
+"""Load and run models of their published sizes with random weights, from checkpoints in the published formats.
 
     python benchmarks/fullsize.py --out results.json --seconds 300   # all five, on a GPU
     python benchmarks/fullsize.py --only anole,emu3 --once anole,emu3
     python benchmarks/fullsize.py --tiny                             # the same files, small; a minute on a CPU
 
-Each model is written, drawn with by one `underdraw generate --compare --json`, and deleted before the next. The
-pictures are noise: what is measured is loading (seconds, peak memory) and drawing (tokens a second, with a tree and
-without). Results are on disk after every model, and a model that fails costs itself alone.
+Each model is written, runs one `underdraw generate --compare --json`, and is deleted before the next. The images are
+noise: measured are loading (seconds, peak memory) and generation (tokens per second, with and without a draft chain).
+Results are saved after every model; a model that fails does not stop the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -40,15 +41,15 @@ from underdraw.tokenizers.vqgan import VQGAN, VQArch
 
 ROOT = Path(__file__).resolve().parent.parent
 Shapes = dict[str, tuple[int, ...]]
-SHARD, CHUNK, WRITERS_AT_ONCE = 2 * 10**9, 2**26, 8  # bytes a file, bytes at once, files at once
-LEAST = 30  # seconds that no model takes less than
-ROOM = 24 * 10**9  # bytes that the largest model takes, and some more
+SHARD, CHUNK, WRITER_THREADS = 2 * 10**9, 2**26, 8  # bytes per file, bytes per write, files at a time
+MIN_SECONDS = 30  # no model takes less
+MIN_FREE_BYTES = 24 * 10**9  # more than the largest model
 WORDS = ["a", "red", "fox", "on", "the", "blue", "ice"]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A decoder and its picture; `side` in pixels."""
+    """Sizes of a decoder and its image tokenizer; `side` is the image's in pixels."""
 
     dim: int
     layers: int
@@ -69,7 +70,7 @@ class Sizes:
         }  # fmt: skip
 
     def net(self, **options: Any) -> Transformer:
-        """The decoder, without memory."""
+        """The decoder on the meta device."""
         arch = Arch(
             self.dim, self.layers, self.heads, self.ffn, self.vocab, Rope.one_axis(self.dim // self.heads),
             kv_heads=self.kv_heads, **options,
@@ -78,7 +79,7 @@ class Sizes:
             return Transformer(arch)
 
 
-TRUE = {  # what takes the shortest time comes first
+PUBLISHED = {  # the fastest first
     "llamagen": Sizes(1280, 36, 20, 3584, 16384, 512),
     "janus": Sizes(4096, 30, 32, 11008, 102400, 384),
     "anole": Sizes(4096, 32, 32, 11008, 65536, 512, codes=8192),
@@ -107,10 +108,10 @@ def vqgan(sizes: Sizes, naming: VQGANFormat, code_dim: int, prefix: str = "") ->
     return shapes_of(module_destinations(model, prefix, lambda name: naming.tensor_name(name, levels)))
 
 
-def tensors(
-    shapes: Shapes, dtype: torch.dtype, place: Literal["host", "drawn"] = "host"
+def random_tensors(
+    shapes: Shapes, dtype: torch.dtype, location: Literal["host", "device"] = "host"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Random weights at the scale of trained ones, drawn where that is fast."""
+    """Random weights at the scale of trained ones, generated on the GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(len(shapes))
     for name, shape in shapes.items():
@@ -119,25 +120,25 @@ def tensors(
             value = value.mul_(0.1).add_(float(name.endswith("weight") or name.endswith("var")))
         elif "embed" not in name:
             value.mul_(1.2 * (shape[1] * torch.Size(shape[2:]).numel()) ** -0.5)
-        yield name, value.cpu() if place == "host" else value
+        yield name, value.cpu() if location == "host" else value
 
 
 def write_shards(folder: Path, shapes: Shapes) -> None:
-    """bfloat16 safetensors with an index, several files at a time: written straight from where they are drawn."""
+    """Write bfloat16 safetensors with an index, several files at a time."""
     parts: list[Shapes] = [{}]
     for name, shape in shapes.items():
-        if parts[-1] and sum(2 * torch.Size(own).numel() for own in parts[-1].values()) > SHARD:
+        if parts[-1] and sum(2 * torch.Size(size).numel() for size in parts[-1].values()) > SHARD:
             parts.append({})
         parts[-1][name] = shape
     files = {f"model-{index + 1:05d}.safetensors": part for index, part in enumerate(parts)}
-    with ThreadPoolExecutor(WRITERS_AT_ONCE) as pool:
+    with ThreadPoolExecutor(WRITER_THREADS) as pool:
         list(pool.map(lambda item: write_file(folder / item[0], item[1]), files.items()))
     index = {name: file for file, part in files.items() for name in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
 def write_file(path: Path, shapes: Shapes) -> None:
-    """One safetensors file: the length of its header, the header, and the numbers."""
+    """Write one safetensors file: the length of its header, the header, and the data."""
     header, stop = {}, 0
     for name, shape in shapes.items():
         start, stop = stop, stop + 2 * torch.Size(shape).numel()
@@ -146,13 +147,13 @@ def write_file(path: Path, shapes: Shapes) -> None:
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, value in tensors(shapes, torch.bfloat16, place="drawn"):
+        for _, value in random_tensors(shapes, torch.bfloat16, location="device"):
             for part in value.reshape(-1).view(torch.uint8).split(CHUNK):
                 file.write(part.cpu().numpy().data)
 
 
-def write_text(path: Path, first: int) -> None:
-    """A tokenizer of a few words with ids from `first` on."""
+def write_tokenizer(path: Path, first: int) -> None:
+    """Write a tokenizer of a few words with ids from `first` on."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -171,15 +172,11 @@ def write_chameleon(folder: Path, sizes: Sizes, extra: dict[str, Any], rows: str
     if rows == "per_head":
         shapes |= {f"model.vqmodel.{name}": shape for name, shape in images.items()}
     else:
-        torch.save({"state_dict": dict(tensors(images, torch.float32))}, folder / "vqgan.ckpt")
+        torch.save({"state_dict": dict(random_tensors(images, torch.float32))}, folder / "vqgan.ckpt")
     write_shards(folder, shapes)
     config = {"model_type": "chameleon", **sizes.config, "vq_config": {"resolution": sizes.side}, **extra}
     (folder / "config.json").write_text(json.dumps(config))
-    write_text(folder / "tokenizer.json", 8900)
-
-
-def write_anole(folder: Path, sizes: Sizes) -> None:
-    write_chameleon(folder, sizes, {}, "per_head")
+    write_tokenizer(folder / "tokenizer.json", 8900)
 
 
 def write_lumina(folder: Path, sizes: Sizes) -> None:
@@ -187,11 +184,11 @@ def write_lumina(folder: Path, sizes: Sizes) -> None:
 
 
 def write_llamagen(folder: Path, sizes: Sizes) -> None:
-    """The authors' .pt, with a T5 encoder and the image tokenizer beside it."""
+    """Write the authors' .pt file, a T5 encoder and the image tokenizer."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-    full = sizes.dim == TRUE["llamagen"].dim
+    full = sizes.dim == PUBLISHED["llamagen"].dim
     width = 2048 if full else 24
     rows = {"codes": slice(0, sizes.vocab)}
     shapes = shapes_of(decoder_destinations(sizes.net(), llamagen.ORIGINAL_RULES, rows=rows))
@@ -200,9 +197,9 @@ def write_llamagen(folder: Path, sizes: Sizes) -> None:
         "cls_embedding.cap_proj.fc2.weight": (sizes.dim, sizes.dim),
         "cls_embedding.uncond_embedding": (120, width),
     }
-    torch.save({"model": dict(tensors(shapes, torch.float32))}, folder / f"t2i_XL_{sizes.side}.pt")
+    torch.save({"model": dict(random_tensors(shapes, torch.float32))}, folder / f"t2i_XL_{sizes.side}.pt")
     images = vqgan(sizes, LLAMAGEN, 8)
-    torch.save({"model": dict(tensors(images, torch.float32))}, folder / "vq_ds16_t2i.pt")
+    torch.save({"model": dict(random_tensors(images, torch.float32))}, folder / "vq_ds16_t2i.pt")
     deep = {"d_ff": 5120, "num_layers": 24, "num_heads": 32, "d_kv": 64, "vocab_size": 32128}
     flat = {"d_ff": 32, "num_layers": 1, "num_heads": 3, "d_kv": 8, "vocab_size": 64}
     config = T5Config(d_model=width, feed_forward_proj="gated-gelu", **(deep if full else flat))
@@ -210,7 +207,7 @@ def write_llamagen(folder: Path, sizes: Sizes) -> None:
         encoder = T5EncoderModel(config).to(torch.bfloat16)
     encoder.save_pretrained(folder / "flan-t5-xl")
     del encoder
-    write_text(folder / "words.json", 3)
+    write_tokenizer(folder / "words.json", 3)
     tokenizer = Tokenizer.from_file(str(folder / "words.json"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<unk>").save_pretrained(folder / "flan-t5-xl")
     (folder / "words.json").unlink()
@@ -234,7 +231,7 @@ def write_janus(folder: Path, sizes: Sizes) -> None:
     vision = {"image_size": sizes.side, "patch_size": 16}
     config = {"model_type": "janus", "text_config": sizes.config, "vision_config": vision}
     (folder / "config.json").write_text(json.dumps(config))
-    write_text(folder / "tokenizer.json", 20)
+    write_tokenizer(folder / "tokenizer.json", 20)
 
 
 def write_emu3(folder: Path, sizes: Sizes) -> None:
@@ -252,11 +249,11 @@ def write_emu3(folder: Path, sizes: Sizes) -> None:
     shapes["lm_head.weight"] = (sizes.vocab, sizes.dim)
     write_shards(folder, {**shapes, **shapes_of(module_destinations(images, "model.vqmodel."))})
     (folder / "config.json").write_text(json.dumps(config))
-    write_text(folder / "tokenizer.json", 20)
+    write_tokenizer(folder / "tokenizer.json", 20)
 
 
 WRITERS: dict[str, Callable[[Path, Sizes], None]] = {
-    "anole": write_anole,
+    "anole": lambda folder, sizes: write_chameleon(folder, sizes, {}, "per_head"),
     "lumina": write_lumina,
     "llamagen": write_llamagen,
     "janus": write_janus,
@@ -264,130 +261,136 @@ WRITERS: dict[str, Callable[[Path, Sizes], None]] = {
 }
 
 
-def draw(folder: Path, given: argparse.Namespace, compile: str, once: bool, limit: float | None) -> dict[str, Any]:
-    """A picture by `underdraw generate`: once without a tree, or with one and then without; one load for both."""
-    words = [
-        sys.executable, "-m", "underdraw", "generate", " ".join(WORDS), "--model", str(folder), "--drafter", "jacobi",
-        "--tree", "none" if once else given.tree, *([] if once else ["--compare"]), "--seed", "1", "--device",
-        given.device, "--dtype", given.dtype, "--compile", compile, "--out", str(folder / "picture.png"), "--json",
-    ]  # fmt: skip
+def generate(
+    folder: Path, options: argparse.Namespace, compile: str, plain_only: bool, limit: float | None
+) -> dict[str, Any]:
+    """Run `underdraw generate`: plain decoding only, or with a tree and then plain, with one load for both."""
+    arguments = {
+        "--model": str(folder),
+        "--drafter": "jacobi",
+        "--tree": "none" if plain_only else options.tree,
+        "--seed": "1",
+        "--device": options.device,
+        "--dtype": options.dtype,
+        "--compile": compile,
+        "--out": str(folder / "picture.png"),
+    }
+    flags = ["--json"] if plain_only else ["--json", "--compare"]
+    words = ["generate", " ".join(WORDS), *itertools.chain(*arguments.items()), *flags]
     paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    began = time.perf_counter()
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=limit)
-    wall = time.perf_counter() - began
+    command = [sys.executable, "-m", "underdraw", *words]
+    start = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=limit)
+    seconds = time.perf_counter() - start
     if done.returncode:
         raise RuntimeError(f"underdraw generate ended with {done.returncode}: {done.stderr[-4000:]}")
-    record = json.loads(done.stdout.splitlines()[-1])
-    return {
-        "command": " ".join(["underdraw", *words[3:]]), "wall_seconds": round(wall, 2),
-        "picture_bytes": (folder / "picture.png").stat().st_size, "said": done.stderr[-500:], **record,
-    }  # fmt: skip
+    facts = {"command": " ".join(["underdraw", *words]), "wall_seconds": round(seconds, 2), "said": done.stderr[-500:]}
+    facts["picture_bytes"] = (folder / "picture.png").stat().st_size
+    return {**facts, **json.loads(done.stdout.splitlines()[-1])}
 
 
-def summary(result: dict[str, Any]) -> str:
-    """One line of a model's figures."""
+def summarise(result: dict[str, Any]) -> str:
+    """The numbers of a model in one line."""
     if "error" in result:
         return f"{result['model']}: FAILED after {result['seconds']:.0f} s: {result['error'].splitlines()[-1][:300]}"
-    drawn, load = result["drawn"], result["drawn"]["load"]
+    run, load = result["drawn"], result["drawn"]["load"]
 
     def gib(value: float | None) -> str:
         return "-" if value is None else f"{value / 2**30:.2f}"
 
     text = (
         f"{result['model']}: {gib(result['disk_bytes'])} GiB written in {result['write_seconds']:.1f} s, loaded in "
-        f"{load['seconds']:.1f} s, {gib(load['weight_bytes'])} GiB of weights, at most "
-        f"{gib(load['peak_device_bytes'])} on the device to load and {gib(drawn['peak_device_bytes'])} to draw; "
-        f"{drawn['settings']['tree']}: {drawn['tokens']} tokens at {drawn['tokens_per_second']:.1f} a second, "
-        f"{drawn['pass_ms']:.2f} ms a pass"
+        f"{load['seconds']:.1f} s, {gib(load['weight_bytes'])} GiB of weights, peak device memory "
+        f"{gib(load['peak_device_bytes'])} GiB for loading and {gib(run['peak_device_bytes'])} GiB for generation; "
+        f"{run['settings']['tree']}: {run['tokens']} tokens at {run['tokens_per_second']:.1f} per second, "
+        f"{run['pass_ms']:.2f} ms per pass"
     )
-    if "plain_seconds" in drawn:
-        rate = drawn["tokens"] / drawn["plain_seconds"]
-        text += f"; plain: {rate:.1f} tokens a second, {drawn['plain_pass_ms']:.2f} ms a pass"
-    return f"{text}; {result['seconds']:.0f} s in all"
+    if "plain_seconds" in run:
+        rate = run["tokens"] / run["plain_seconds"]
+        text += f"; plain: {rate:.1f} tokens per second, {run['plain_pass_ms']:.2f} ms per pass"
+    return f"{text}; {result['seconds']:.0f} s in total"
 
 
-def measure(name: str, sizes: Sizes, given: argparse.Namespace, limit: float | None) -> dict[str, Any]:
-    """Write a model, draw with it, delete it; what failed is in the result."""
-    began = time.perf_counter()
-    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=given.folder))
+def measure(name: str, sizes: Sizes, options: argparse.Namespace, limit: float | None) -> dict[str, Any]:
+    """Write a model, generate with it, delete it; an error becomes part of the result."""
+    start = time.perf_counter()
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=options.folder))
     result: dict[str, Any] = {"model": name, "storage": str(folder.parent)}
     try:
         WRITERS[name](folder, sizes)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        spent = time.perf_counter() - began
-        disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        result |= {"write_seconds": spent, "disk_bytes": disk}
-        print(f"{name}: {disk / 2**30:.2f} GiB written in {spent:.1f} s", flush=True)
+        seconds = time.perf_counter() - start
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        result |= {"write_seconds": seconds, "disk_bytes": size}
+        print(f"{name}: {size / 2**30:.2f} GiB written in {seconds:.1f} s", flush=True)
 
-        def left() -> float | None:
-            return None if limit is None else max(limit - (time.perf_counter() - began), 1.0)
+        def remaining() -> float | None:
+            return None if limit is None else max(limit - (time.perf_counter() - start), 1.0)
 
         try:
-            result["drawn"] = draw(folder, given, given.compile, name in given.once.split(","), left())
+            result["drawn"] = generate(folder, options, options.compile, name in options.once.split(","), remaining())
         except RuntimeError as error:
-            if given.compile == "off":
+            if options.compile == "off":
                 raise
-            print(f"{name}: {error}; once more, as it is", flush=True)
-            result |= {"failed": str(error), "drawn": draw(folder, given, "off", True, left())}
-    except Exception:  # whatever one model runs into, the others go on
+            print(f"{name}: {error}; trying again eagerly", flush=True)
+            result |= {"failed": str(error), "drawn": generate(folder, options, "off", True, remaining())}
+    except Exception:  # an error of one model must not stop the others
         result["error"] = traceback.format_exc()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return {**result, "seconds": time.perf_counter() - began}
+    return {**result, "seconds": time.perf_counter() - start}
 
 
-def storage() -> str | None:
-    """Memory as a folder if it is large enough: a disk is no part of what is measured. None is the usual place."""
+def ram_folder() -> str | None:
+    """/dev/shm if it is large enough, so that disk speed is not measured; None: the default temporary folder."""
     shared = Path("/dev/shm")
-    return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > ROOM else None
+    return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > MIN_FREE_BYTES else None
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PUBLISHED), help="comma-separated models")
+    parser.add_argument("--once", default="emu3", help="comma-separated models that only decode plainly: large ones")
+    parser.add_argument("--tiny", action="store_true", help="small sizes")
+    parser.add_argument("--tree", default="chain:depth=8", help="tree policy")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    compile = "capture" if torch.cuda.is_available() else "off"
+    parser.add_argument("--compile", default=compile, help="as of `underdraw generate`; `off` is tried if it fails")
+    parser.add_argument("--folder", default=ram_folder(), help="folder of the checkpoints; default: RAM, if enough")
+    parser.add_argument("--seconds", type=float, help="time limit of the whole run; later models are skipped")
+    parser.add_argument("--limit", type=float, help="time limit of one model in seconds")
+    parser.add_argument("--out", type=Path, help="result file (JSON)")
+    options = parser.parse_args()
+    if unknown := set(options.only.split(",")) - set(PUBLISHED):
+        parser.error(f"unknown models {', '.join(sorted(unknown))}; allowed: {', '.join(PUBLISHED)}")
+    return options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(TRUE), help="models, with commas between")
-    parser.add_argument("--once", default="emu3", help="models that draw one picture, without a tree: large ones")
-    parser.add_argument("--tiny", action="store_true", help="small sizes")
-    parser.add_argument("--tree", default="chain:depth=8", help="a tree policy")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument(
-        "--compile",
-        default="capture" if torch.cuda.is_available() else "off",
-        help="as of `underdraw generate`; `off` is tried if it fails",
-    )
-    parser.add_argument("--folder", default=storage(), help="where checkpoints are written: memory, if it is enough")
-    parser.add_argument("--seconds", type=float, help="for everything; what would begin after that is left out")
-    parser.add_argument("--limit", type=float, help="seconds for one model")
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
-    given = parser.parse_args()
-    known = TINY if given.tiny else TRUE
-    unknown = set(given.only.split(",")) - set(known)
-    if unknown:
-        parser.error(f"unknown models {', '.join(sorted(unknown))}; known are {', '.join(known)}")
+    options = parse_options()
     missing = [name for name in ("typer", "rich", "tokenizers", "ftfy") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"not installed, which the command needs: {', '.join(missing)}", flush=True)
-    began, results = time.perf_counter(), []
-    for name in given.only.split(","):
-        left = None if given.seconds is None else given.seconds - (time.perf_counter() - began)
-        limits = [value for value in (left, given.limit) if value is not None]
-        if left is not None and left < LEAST:
+        print(f"missing packages that the command needs: {', '.join(missing)}", flush=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    start, results = time.perf_counter(), []
+    for name in options.only.split(","):
+        remaining = None if options.seconds is None else options.seconds - (time.perf_counter() - start)
+        limits = [value for value in (remaining, options.limit) if value is not None]
+        if remaining is not None and remaining < MIN_SECONDS:
             results.append({"model": name, "error": "no time was left", "seconds": 0.0})
         else:
-            results.append(measure(name, known[name], given, min(limits, default=None)))
-        print(summary(results[-1]), flush=True)
-        if given.out is not None:
-            record = {"tiny": given.tiny, "torch": torch.__version__, "device": device_name(), "results": results}
-            given.out.write_text(json.dumps(record, indent=1) + "\n")
+            sizes = (TINY if options.tiny else PUBLISHED)[name]
+            results.append(measure(name, sizes, options, min(limits, default=None)))
+        print(summarise(results[-1]), flush=True)
+        if options.out is not None:
+            record = {"tiny": options.tiny, "torch": torch.__version__, "device": device, "results": results}
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
     for result in results:
-        print(result["error"] if "error" in result else summary(result), flush=True)
+        print(result["error"] if "error" in result else summarise(result), flush=True)
     raise SystemExit(any("error" in result for result in results))
-
-
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Everything that needs a GPU, in one command of less than ten minutes: the engine, its variants, agreement, tests.
+"""All GPU measurements in one command of less than ten minutes: the engine, attention variants, agreement, tests.
 
-    python benchmarks/gpu_session.py OUT                 # on a GPU: OUT gets a log, JSON files and a page
+    python benchmarks/gpu_session.py OUT                 # on a GPU: OUT gets logs and JSON files
     python benchmarks/gpu_session.py OUT --tiny          # the same steps with a toy model; a minute on a CPU
 
-Each step runs in a process of its own with a time limit, and what it has measured is on disk after every part, so one
-step that fails or hangs costs itself alone. Needs torch and, for a baseline, transformers; pytest if it is there.
+Each step runs in a separate process with a time limit and writes its results after every part, so a step that fails or
+hangs does not affect the others. Needs torch; transformers for the baseline and pytest for the tests are optional.
 """
 
 from __future__ import annotations
@@ -26,32 +26,33 @@ PROMPTS = ROOT / "benchmarks" / "prompts64.txt"
 
 
 def run(name: str, words: list[str], out: Path, limit: float) -> dict[str, Any]:
-    """One step, its output in a file and on the screen's end."""
+    """Run one step; its output goes to a log file, of which the last lines are printed."""
     log = out / f"{name}.log"
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
-    began = time.perf_counter()
+    start = time.perf_counter()
     with log.open("w") as file:
+        output: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
         try:
-            code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
-                                  timeout=limit, check=False).returncode  # fmt: skip
+            code = subprocess.run(words, env=environment, cwd=ROOT, timeout=limit, check=False, **output).returncode
         except subprocess.TimeoutExpired:
             code = 124
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     print(f"== {name}: code {code}, {seconds:.0f} s", flush=True)
     print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
     return {"name": name, "code": code, "seconds": round(seconds, 1)}
 
 
-def tests(out: Path, tiny: bool) -> list[str]:
+def test_command(out: Path, tiny: bool) -> list[str]:
+    """The command of the GPU tests, or of `run_checks` where pytest is missing."""
     if importlib.util.find_spec("pytest") is None:
         return [sys.executable, str(Path(__file__).resolve()), str(out), "--step", "checks"]
     chosen = ["tests/exactness/test_graphs.py", "-k", "bucket"] if tiny else ["tests/gpu"]
     return [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "--maxfail=5", *chosen]
 
 
-def checks() -> None:
-    """What tests/gpu checks first, for machines without pytest."""
+def run_checks() -> None:
+    """The most important checks of tests/gpu, for machines without pytest."""
     import graph_checks
     import torch
     import toy_models
@@ -59,20 +60,21 @@ def checks() -> None:
     from underdraw.engine.cuda_graphs import CudaGraphPass, EagerPass, GraphCache
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    of, record = toy_models.target(device=device), CudaGraphPass if device == "cuda" else EagerPass
+    target, capture = toy_models.target(device=device), CudaGraphPass if device == "cuda" else EagerPass
     for name in graph_checks.DRAFTERS:
         for batch, seeds in graph_checks.BATCHES.items():
-            for layout, own in graph_checks.LAYOUTS.items():
+            for layout_name, layout in graph_checks.LAYOUTS.items():
                 for policy in graph_checks.POLICIES:
-                    graphs = GraphCache(capture=record, span_multiple=64)
-                    graph_checks.check_two_decodes(of, graphs, name, policy, layout=own, seeds=seeds, guidance=2.0)
-                print(f"{name}, {batch}, {layout}: equal", flush=True)
+                    graphs = GraphCache(capture=capture, span_multiple=64)
+                    options: dict[str, Any] = {"layout": layout, "seeds": seeds, "guidance": 2.0}
+                    graph_checks.check_two_decodes(target, graphs, name, policy, **options)
+                print(f"{name}, {batch}, {layout_name}: equal", flush=True)
 
 
-def engine(name: str, model: str, out: Path, kind: str) -> None:
+def measure_engine(name: str, model: str, out: Path, kind: str) -> None:
     """`underdraw bench engine` without its command line, which needs packages that may be missing.
 
-    `full` measures everything, `short` plain pictures and trees of 64 nodes, `tuned` the same with tuned products.
+    `full` measures everything, `short` plain decoding and passes over 64 nodes, `tuned` the same with autotuned GEMMs.
     """
     import torch
 
@@ -81,32 +83,38 @@ def engine(name: str, model: str, out: Path, kind: str) -> None:
     from underdraw.bench.replay import Trace
     from underdraw.models.loading import resolve_placement
 
-    place, full = resolve_placement("auto", "auto"), kind == "full"
-    cuda = place.device.type == "cuda"
-    levels: Any = ("eagle", "block") if full else ()
-    settings = EngineBenchConfig(
-        model, place, compile="on" if cuda else "off", passes=40 if cuda else 2, pictures=3 if cuda else 1,
-        sizes=(1, 8, 16, 32, 64, 128) if full else (1, 64), drafters=levels, tuned=kind == "tuned",
-        attention_backend="auto" if full or not cuda else "tree",
-    )  # fmt: skip
-    # A trace is replayed with the kind of drafter that its name begins with.
-    traces: Any = [(Trace.load(path), path.stem.partition("-")[0]) for path in sorted(TRACES.glob("*.json")) if full]
-    began = time.perf_counter()
+    placement, is_full = resolve_placement("auto", "auto"), kind == "full"
+    cuda = placement.device.type == "cuda"
+    config = EngineBenchConfig(
+        model,
+        placement,
+        compile="on" if cuda else "off",
+        passes=40 if cuda else 2,
+        pictures=3 if cuda else 1,
+        sizes=(1, 8, 16, 32, 64, 128) if is_full else (1, 64),
+        drafters=("eagle", "block") if is_full else (),
+        tuned=kind == "tuned",
+        attention_backend="auto" if is_full or not cuda else "tree",
+    )
+    # The name of a trace starts with the drafter that it is replayed with.
+    paths = sorted(TRACES.glob("*.json")) if is_full else []
+    traces: Any = [(Trace.load(path), path.stem.partition("-")[0]) for path in paths]
+    start = time.perf_counter()
 
-    def tell(text: str) -> None:
-        held = f", {torch.cuda.memory_allocated() / 2**30:.1f} GiB" if cuda else ""
-        print(f"{time.perf_counter() - began:6.1f} s{held}: {text}", flush=True)
+    def set_stage(text: str) -> None:
+        memory = f", {torch.cuda.memory_allocated() / 2**30:.1f} GiB" if cuda else ""
+        print(f"{time.perf_counter() - start:6.1f} s{memory}: {text}", flush=True)
 
     def save(record: dict[str, Any]) -> None:
         (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
-    record = measure(settings, traces, tell, baseline=full, save=save)
-    for what, value in engine_rows(record):
-        print(f"{what:60} {value}", flush=True)
+    record = measure(config, traces, set_stage, baseline=is_full, save=save)
+    for label, value in engine_rows(record):
+        print(f"{label:60} {value}", flush=True)
 
 
-def agree(out: Path, tiny: bool) -> None:
-    """Plain and tree passes of the embedded model in bfloat16, as far as the device has it."""
+def measure_tiny_agreement(out: Path, tiny: bool) -> None:
+    """Agreement of plain and tree passes of the embedded model in bfloat16."""
     from underdraw import Pipeline
     from underdraw.bench.agreement import measure_agreement
     from underdraw.bench.environment import describe_machine
@@ -116,55 +124,54 @@ def agree(out: Path, tiny: bool) -> None:
     graphs = make_graph_cache(pipe.device, "auto") or GraphCache(capture=EagerPass)
     count = 1 if tiny else 20
     texts = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
-    job = pipe.request(texts)
-    prompts = [pipe.model.make_prompt(text, None, job.size) for text in texts]
-    found = measure_agreement(
-        pipe.model.target, pipe.model.make_layout(job.size), prompts, job.guidance, graphs.with_min_bucket,
-        temperature=job.temperature, top_k=job.top_k,
-    )  # fmt: skip
-    record = {
-        "model": "tiny",
-        "dtype": "bfloat16",
-        "machine": describe_machine(pipe.device),
-        "guidance": job.guidance,
-        **found,
-    }
+    request = pipe.request(texts)
+    agreement = measure_agreement(
+        pipe.model.target,
+        pipe.model.make_layout(request.size),
+        [pipe.model.make_prompt(text, None, request.size) for text in texts],
+        request.guidance,
+        graphs.with_min_bucket,
+        temperature=request.temperature,
+        top_k=request.top_k,
+    )
+    facts = {"model": "tiny", "dtype": "bfloat16", "machine": describe_machine(pipe.device)}
+    record = {**facts, "guidance": request.guidance, **agreement}
     (out / "agreement.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(found["shapes"], indent=1), flush=True)
+    print(json.dumps(agreement["shapes"], indent=1), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="a toy model in the place of the large ones")
-    parser.add_argument("--only", default="", help=f"steps, with commas between: {', '.join(LIMITS)}")
-    parser.add_argument("--seconds", type=float, default=560, help="for everything; a step gets what is left")
+    parser.add_argument("--tiny", action="store_true", help="a toy model instead of the large ones")
+    parser.add_argument("--only", default="", help=f"comma-separated steps: {', '.join(LIMITS)}")
+    parser.add_argument("--seconds", type=float, default=560, help="time limit of the whole session")
     parser.add_argument("--step", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    if given.step == "checks":
-        return checks()
-    if given.step == "agreement":
-        return agree(given.out, given.tiny)
-    if given.step is not None:
-        return engine(*given.step.split(":")[:2], given.out, given.step.split(":")[2])
-    own = [sys.executable, str(Path(__file__).resolve()), str(given.out), *["--tiny"] * given.tiny, "--step"]
-    large, medium = ("toy", "toy") if given.tiny else ("anole-7b", "llamagen-xl")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.step == "checks":
+        return run_checks()
+    if options.step == "agreement":
+        return measure_tiny_agreement(options.out, options.tiny)
+    if options.step is not None:
+        return measure_engine(*options.step.split(":")[:2], options.out, options.step.split(":")[2])
+    this = [sys.executable, str(Path(__file__).resolve()), str(options.out), *["--tiny"] * options.tiny, "--step"]
+    large, medium = ("toy", "toy") if options.tiny else ("anole-7b", "llamagen-xl")
     steps = {
-        "anole-7b": [*own, f"anole-7b:{large}:full"],
-        "llamagen-xl": [*own, f"llamagen-xl:{medium}:short"],
-        "agreement": [*own, "agreement"],
-        "tests": tests(given.out, given.tiny),
-        "tuned": [*own, f"tuned:{large}:tuned"],
+        "anole-7b": [*this, f"anole-7b:{large}:full"],
+        "llamagen-xl": [*this, f"llamagen-xl:{medium}:short"],
+        "agreement": [*this, "agreement"],
+        "tests": test_command(options.out, options.tiny),
+        "tuned": [*this, f"tuned:{large}:tuned"],
     }
-    unknown = {name for name in given.only.split(",") if name} - set(steps)
+    unknown = {name for name in options.only.split(",") if name} - set(steps)
     if unknown:
-        parser.error(f"unknown steps {', '.join(sorted(unknown))}; known are {', '.join(steps)}")
-    began, results = time.perf_counter(), []
-    for name in [name for name in steps if not given.only or name in given.only.split(",")]:
-        left = given.seconds - (time.perf_counter() - began)
-        results.append(run(name, steps[name], given.out, max(1.0, min(LIMITS[name], left))))
-        (given.out / "session.json").write_text(json.dumps(results, indent=1) + "\n")
+        parser.error(f"unknown steps {', '.join(sorted(unknown))}; allowed: {', '.join(steps)}")
+    start, results = time.perf_counter(), []
+    for name in [name for name in steps if not options.only or name in options.only.split(",")]:
+        left = options.seconds - (time.perf_counter() - start)
+        results.append(run(name, steps[name], options.out, max(1.0, min(LIMITS[name], left))))
+        (options.out / "session.json").write_text(json.dumps(results, indent=1) + "\n")
     raise SystemExit(any(result["code"] for result in results))
 
 

@@ -192,8 +192,8 @@ def _cell_maps(column: str, title: str) -> Callable[[Any, FigureData], Any]:
         norm = pyplot.matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=max(high, 1))
         picture = data.pictures.get(data.max_temperature)
         for index, entry in enumerate(shown):
-            band, place = divmod(index, MAPS_PER_ROW)
-            mean, first = axes[2 * band][place], axes[2 * band + 1][place]
+            band, position = divmod(index, MAPS_PER_ROW)
+            mean, first = axes[2 * band][position], axes[2 * band + 1][position]
             image = mean.imshow(entry["mean"][column], norm=norm)
             mean.set_title(f"{_wrapped(data.label(entry['method']))}\nmean over pictures", fontsize=7)
             _overlay(pyplot, first, np.array(entry["first"][column]), norm, picture)

@@ -16,7 +16,6 @@ from underdraw.layout import Layout
 from underdraw.protocols import (
     CapturableDraft,
     Drafter,
-    DrafterSession,
     DraftRequest,
     PassConfig,
     PrefillOutput,
@@ -80,10 +79,10 @@ class TimedDrafter:
         return TimedSession(session, self.timer)
 
 
-class TimedSession:
-    """A draft session that runs eagerly."""
+class _TimedCalls:
+    """Times the calls of a draft session."""
 
-    def __init__(self, session: DrafterSession, timer: SpanTimer) -> None:
+    def __init__(self, session: Any, timer: SpanTimer) -> None:
         self.session, self.timer = session, timer
 
     def draft(self, request: DraftRequest) -> DraftTree:
@@ -93,22 +92,18 @@ class TimedSession:
     def commit(self, verified: VerifiedStep) -> None:
         with self.timer.span("commit"):
             self.session.commit(verified)
+
+
+class TimedSession(_TimedCalls):
+    """A draft session that runs eagerly."""
+
+    def commit(self, verified: VerifiedStep) -> None:
+        super().commit(verified)
         self.timer.collect()
 
 
-class TimedCapturableSession(CapturableDraft):
+class TimedCapturableSession(_TimedCalls, CapturableDraft):
     """A draft session whose passes are captured: times are collected in `sync`, after the replay."""
-
-    def __init__(self, session: CapturableDraft, timer: SpanTimer) -> None:
-        self.session, self.timer = session, timer
-
-    def draft(self, request: DraftRequest) -> DraftTree:
-        with self.timer.span("draft"):
-            return self.session.draft(request)
-
-    def commit(self, verified: VerifiedStep) -> None:
-        with self.timer.span("commit"):
-            self.session.commit(verified)
 
     def restart(self, prompts: Sequence[Prompt], prefill: PrefillOutput) -> bool:
         return self.session.restart(prompts, prefill)

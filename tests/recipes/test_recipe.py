@@ -23,7 +23,7 @@ def train_tokenizer_killed_once(pack: Pack, out: Path) -> None:
     options = ["--pack", pack.path, "--out", out, "--smoke", "--batch", 4, "--device", "cpu", "--evaluate-every", 0.5]
     program = ("-m", "recipes.tiny.train_tokenizer")
     process = start(*options, "--seconds", 600, cwd=ROOT, program=program)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (out / "state.pt").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     process.kill()
@@ -31,7 +31,7 @@ def train_tokenizer_killed_once(pack: Pack, out: Path) -> None:
     state = load_state(out)
     assert state is not None and state["steps"] > 0
     process = start(*options, "--seconds", state["seconds"] + 1, cwd=ROOT, program=program)
-    printed, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     assert "held-out PSNR" in printed and f"at step {state['steps']}" in errors
     assert load_weights(out)[1]["progress"]["steps"] > state["steps"]

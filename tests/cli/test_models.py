@@ -58,7 +58,7 @@ def test_every_listed_word_is_one_token() -> None:
     """The text tokenizer has a token for every word of the training captions."""
     tokenizer, vocabulary = TextTokenizer.load(TINY / "decoder" / "text.json"), load_vocabulary(TINY)
     assert vocabulary is not None
-    spelled = {word: min(len(tokenizer.spell(form)) for form in (word, f" {word}")) for word in vocabulary.words}
+    spelled = {word: min(len(tokenizer.encode_piece(form)) for form in (word, f" {word}")) for word in vocabulary.words}
     assert {word for word, tokens in spelled.items() if tokens > 1} == set()
     listed = {word for phrases in vocabulary.phrases["subjects"].values() for p in phrases for word in split_words(p)}
     assert listed <= vocabulary.words

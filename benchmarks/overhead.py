@@ -29,7 +29,7 @@ from underdraw.layout import Layout
 from underdraw.nn.kv_cache import KVCache
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch
-from underdraw.plan import TreePlan
+from underdraw.plan import MAX_DEPTH, TreePlan
 from underdraw.policies.adjacency import Adjacency
 from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, TargetOutput, VerifiedStep
 from underdraw.sampling import Sampler
@@ -66,6 +66,8 @@ class LookupModels:
 
 
 class LookupSession:
+    max_depth = MAX_DEPTH
+
     def __init__(self, models: LookupModels) -> None:
         self.models = models
         logits = models.target_logits[:, :1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ CASES = (
     Case((250,), 24, heads=8, kv_heads=2, length=320),
     Case((128, 256), 16, width=32),
     Case((128, 250, 60, 5), 12, earlier_nodes=20, copies=2),
+    Case((300, 290), 6, width=20, copies=2),
 )
 
 
@@ -69,6 +70,7 @@ def check_attention(
         keys[row, :, start + case.earlier_nodes + case.nodes :] = torch.nan
         values[row, :, start + case.earlier_nodes + case.nodes :] = torch.nan
     committed = torch.tensor(case.committed, device=device)
-    out = attention(q, keys[:, :, : case.length], values[:, :, : case.length], committed, ancestors)
+    depths = ancestors.sum(-1) - 1
+    out = attention(q, keys[:, :, : case.length], values[:, :, : case.length], committed, ancestors, depths)
     error = (out.float() - expected.transpose(1, 2).flatten(2)).abs().max()
     assert error < tolerance, f"{case}: {error}"

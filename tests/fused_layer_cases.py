@@ -12,6 +12,7 @@ from underdraw.kernels.fused_layer import TileConfig, fused_linear
 from underdraw.nn import fused_layers
 from underdraw.nn.layer_functions import EAGER, layer_to_qkv
 from underdraw.nn.rope import Rope, split_cos_sin
+from underdraw.nn.row_invariant_gpu import ROW_INVARIANT
 from underdraw.nn.transformer import Arch, DecoderLayer, RMSNorm, Transformer
 
 ARCHES: tuple[dict[str, Any], ...] = (
@@ -68,7 +69,7 @@ def check_layer_functions(
     slots = slots.view(rows, count, -1).to(device)
     first, second = net.blocks
     assert isinstance(net.norm, RMSNorm)
-    variants = [EAGER, fused_layers.with_cache_kernel(DecoderLayer.project_qkv, layer_to_qkv)]
+    variants = [EAGER, ROW_INVARIANT, fused_layers.with_cache_kernel(DecoderLayer.project_qkv, layer_to_qkv)]
     if net.arch.norm != "post":  # which the fused GEMMs do not support
         variants.append(fused_layers.FUSED)
     results = []

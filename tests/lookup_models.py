@@ -18,6 +18,7 @@ from torch import Tensor
 from underdraw.engine.decode import decode
 from underdraw.history import History
 from underdraw.layout import Layout
+from underdraw.plan import MAX_DEPTH
 from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, TargetOutput, VerifiedStep
 from underdraw.sampling import Sampler
 from underdraw.tree import DraftTree, Frontier, grow_tree
@@ -45,6 +46,8 @@ class TableTarget:
 
 
 class TableTargetSession:
+    max_depth = MAX_DEPTH
+
     def __init__(self, table: Tensor, layout: Layout, batch: int) -> None:
         self.table, self.layout = table, layout
         logits = table[layout.start, 0].expand(batch, 1, -1)

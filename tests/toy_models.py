@@ -64,17 +64,17 @@ def target(
 
 
 def eagle(target: DecoderTarget, seed: int = 1, *, above: bool = False, layers: int = 1) -> Eagle:
-    net = EagleNet(arch(layers=layers), target.net.arch.dim, above=above).eval()
+    net = EagleNet(arch(layers=layers, dim=target.net.arch.dim), target.net.arch.dim, above=above).eval()
     randomise(net, seed)
     net.body.head = target.net.head
-    return Eagle(net.to(target.net.head.weight.device))
+    return Eagle(net.to(target.net.head.weight.device, target.net.head.weight.dtype))
 
 
 def block(target: DecoderTarget, seed: int = 2) -> BlockDrafter:
-    net = BlockNet(arch(layers=1), target.net.arch.dim, slots=4, markov_dim=16).eval()
+    net = BlockNet(arch(layers=1, dim=target.net.arch.dim), target.net.arch.dim, slots=4, markov_dim=16).eval()
     randomise(net, seed)
     net.body.head = target.net.head
-    return BlockDrafter(net.to(target.net.head.weight.device))
+    return BlockDrafter(net.to(target.net.head.weight.device, target.net.head.weight.dtype))
 
 
 @dataclass(frozen=True)

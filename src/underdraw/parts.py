@@ -15,6 +15,7 @@ from underdraw.errors import ConfigError, unknown
 from underdraw.models.family import LoadedModel
 from underdraw.models.lantern_drafters import load_nearest_codes
 from underdraw.models.loading import load_drafter_by_name, resolve_placement
+from underdraw.nn.numerics import Numerics, resolve_numerics
 from underdraw.nn.row_invariant import pack_weights
 from underdraw.protocols import Drafter, TreePolicy, Verifier
 from underdraw.registry import drafters, policies, verifiers
@@ -38,9 +39,13 @@ class PipelineParts:
         verifier: str | Verifier = "exact",
         proposal: str = "auto",
         compile: Compile = "auto",
+        numerics: Numerics = "row-invariant",
     ) -> None:
-        self.model, self.compile = model, compile
-        self.graphs = make_graph_cache(self.device, compile)
+        if numerics not in get_args(Numerics):
+            raise unknown("numerics", numerics, get_args(Numerics))
+        self.model = dataclasses.replace(model, target=dataclasses.replace(model.target, numerics=numerics))
+        self.compile = compile
+        self.graphs = make_graph_cache(self.device, compile, numerics)
         self._drafter = load_drafter_by_name(drafter, model)
         self._resolved_tree: TreePolicy | None = None
         self.tree = tree
@@ -120,6 +125,11 @@ class PipelineParts:
         return self.model.placement.dtype
 
     @property
+    def numerics(self) -> Numerics:
+        """`row-invariant` where the same seed gives the same image in every tree and batch; else `fastest`."""
+        return resolve_numerics(self.model.target.numerics, self.device)
+
+    @property
     def components(self) -> dict[str, nn.Module]:
         """The modules that hold weights."""
         target = self.model.target
@@ -152,7 +162,7 @@ class PipelineParts:
                 raise ConfigError(f"two dtypes were passed, {device} and {dtype}; pass a device and a dtype.")
             device, dtype = None, device
         place = resolve_placement(self.device if device is None else device, self.dtype if dtype is None else dtype)
-        graphs = make_graph_cache(place.device, self.compile)
+        graphs = make_graph_cache(place.device, self.compile, self.model.target.numerics)
         for name, module in self.components.items():
             if name == "image_tokenizer":
                 module.to(place.device)  # stays float32

@@ -26,6 +26,7 @@ from underdraw.history import History, StepResult
 from underdraw.models.checkpoint import HubOptions, open_checkpoint
 from underdraw.models.loading import load_model, read_saved_choices, resolve_placement
 from underdraw.models.saving import save_checkpoint, upload_folder
+from underdraw.nn.numerics import Numerics
 from underdraw.output import OutputType, PipelineOutput, Stats, decode_images
 from underdraw.parts import PipelineParts
 from underdraw.policies.fixed import NoTree
@@ -75,14 +76,16 @@ class Pipeline(PipelineParts):
         torch_dtype: str | torch.dtype | None = None,
         device: str | torch.device = "auto",
         compile: Compile = "auto",
+        numerics: Numerics = "row-invariant",
         **hub_options: Any,
     ) -> Pipeline:
         """Load a checkpoint: "tiny", a folder or file, or an `owner/name` of the Hugging Face hub.
 
         "auto" is what the checkpoint was saved with, or else its first drafter, the `auto` tree and `exact`.
         `torch_dtype` is another name of `dtype`. `compile` says whether passes are compiled, captured as CUDA graphs
-        and replayed ("on"), only captured ("capture") or run eagerly ("off"); "auto" is "on" on a GPU. The hub options
-        are `revision`, `token`, `cache_dir` and `local_files_only`.
+        and replayed ("on"), only captured ("capture") or run eagerly ("off"); "auto" is "on" on a GPU. `numerics` is
+        "row-invariant" (the same seed gives the same image with every tree and batch) or "fastest". The hub options are
+        `revision`, `token`, `cache_dir` and `local_files_only`.
         """
         place = resolve_placement(device, dtype)
         if torch_dtype is not None:
@@ -100,6 +103,7 @@ class Pipeline(PipelineParts):
             verifier=saved["verifier"] if verifier == "auto" else verifier,
             proposal=proposal,
             compile=compile,
+            numerics=numerics,
         )
 
     @overload
@@ -251,7 +255,14 @@ class Pipeline(PipelineParts):
 
     def plain(self) -> Pipeline:
         """The same model without speculation: one token per pass, the tokens that `exact` reproduces."""
-        pipe = Pipeline(self.model, drafter="forced", tree="none", verifier="exact", compile=self.compile)
+        pipe = Pipeline(
+            self.model,
+            drafter="forced",
+            tree="none",
+            verifier="exact",
+            compile=self.compile,
+            numerics=self.model.target.numerics,
+        )
         pipe.set_progress_bar_config(**self._progress_bar)
         return pipe
 
@@ -282,6 +293,7 @@ class Pipeline(PipelineParts):
             "drafter": self.drafter_name,
             "proposal": self.proposal,
             "dtype": str(self.dtype).removeprefix("torch."),
+            "numerics": self.numerics,
         }
 
     def _resolve_tree(self, request: GenerationRequest | None = None) -> TreePolicy:

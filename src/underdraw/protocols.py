@@ -107,6 +107,7 @@ class TargetSession(Protocol):
     """The target's state for one batch: KV cache and sequence lengths."""
 
     prefill: PrefillOutput
+    max_depth: int  # of trees that it verifies
 
     def forward(self, tree: DraftTree, steps: Tensor) -> TargetOutput: ...
 

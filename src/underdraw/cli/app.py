@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -120,6 +121,7 @@ def underdraw(
 
 def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, name: str = "underdraw") -> int:
     """Run a command, `underdraw` or a script of its own; returns the exit code."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that choosing a BLAS library is experimental
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a prompt may hold characters that the terminal lacks

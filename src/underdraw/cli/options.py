@@ -68,6 +68,14 @@ Dtype = Annotated[
         help="auto (float32 on a CPU, bfloat16 on a GPU), float32, bfloat16 or float16.",
     ),
 ]
+Numerics = Annotated[
+    Literal["row-invariant", "fastest"],
+    typer.Option(
+        rich_help_panel=PARTS,
+        help="On a GPU: row-invariant gives the same image for the same seed with every tree and batch; fastest may "
+        "round differently in other trees and batches.",
+    ),
+]
 Compile = Annotated[
     Literal["auto", "on", "capture", "off"],
     typer.Option(
@@ -144,6 +152,7 @@ def load_pipeline(
     device: str,
     dtype: str,
     compile: Literal["auto", "on", "capture", "off"] = "auto",
+    numerics: Literal["row-invariant", "fastest"] = "row-invariant",
     *,
     silent: bool,
 ) -> tuple[Pipeline, float]:
@@ -156,7 +165,14 @@ def load_pipeline(
 
         start = time.perf_counter()
         pipe = Pipeline.from_pretrained(
-            model, drafter=drafter, tree=tree, verifier=verifier, device=device, dtype=dtype, compile=compile
+            model,
+            drafter=drafter,
+            tree=tree,
+            verifier=verifier,
+            device=device,
+            dtype=dtype,
+            compile=compile,
+            numerics=numerics,
         )
         seconds = time.perf_counter() - start
     if pipe.graphs is not None:

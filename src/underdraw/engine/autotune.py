@@ -22,7 +22,6 @@ from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.decode import collect_passes, decode
 from underdraw.history import History
 from underdraw.io import atomic_write_json, cache_dir
-from underdraw.nn.layer_functions import EAGER
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.cost import Cost
@@ -92,7 +91,7 @@ class Workload:
     def name(self) -> str:
         """The key as text, with the machine and the library versions that costs depend on."""
         graphs = self.graphs
-        mode = "eager" if graphs is None else "captured" if graphs.layer_functions is EAGER else "compiled"
+        mode = "eager" if graphs is None else "compiled" if graphs.layer_functions.is_compiled else "captured"
         parts = (*self.key, mode, device_name(), f"{torch.get_num_threads()} threads", f"torch {torch.__version__}")
         return " | ".join(map(str, parts))
 

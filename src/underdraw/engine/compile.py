@@ -42,4 +42,5 @@ def compiled_layer_functions(backend: str = "inductor", *, tuned: bool = False) 
         functions,
         finish_last_layer=compiled(EAGER.finish_last_layer),
         attention_bias=compiled(EAGER.attention_bias),
+        is_compiled=True,
     )

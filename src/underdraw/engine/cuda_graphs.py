@@ -24,6 +24,7 @@ from underdraw.engine.step import AcceptedTokens, StepRunner, TokenStatsMode, gr
 from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.nn.attention import AttentionBackend
 from underdraw.nn.layer_functions import EAGER, LayerFunctions
+from underdraw.nn.numerics import Numerics, eager_backend, resolve_numerics
 from underdraw.nn.target import DecoderSession
 from underdraw.plan import TreePlan, bucket_size, covering_plan
 from underdraw.protocols import CapturableDraft, Drafter, PassConfig, Prompt, Target, Verifier
@@ -143,7 +144,7 @@ class GraphCache:
 
     def report_compile(self, bucket: int) -> None:
         """Report once that the passes of a bucket are compiled now."""
-        if self.layer_functions is not EAGER and bucket not in self._reported_buckets:
+        if self.layer_functions.is_compiled and bucket not in self._reported_buckets:
             self._reported_buckets.add(bucket)
             self.report(f"compiling passes of {bucket} nodes")
 
@@ -228,6 +229,7 @@ class GraphRunner(StepRunner):
         self, requested_plans: Sequence[TreePlan], root_steps: Sequence[int]
     ) -> tuple[list[TreePlan], list[AcceptedTokens]]:
         active = self.active_images(root_steps)
+        requested_plans = [plan.truncate(self.session.max_depth) for plan in requested_plans]
         plans = self.truncate_plans(requested_plans, root_steps)
         has_min_probability = any(plan.min_probability for plan in plans)
         if self.proposal == "sampled" or has_min_probability:
@@ -289,14 +291,20 @@ class GraphRunner(StepRunner):
         return captured.out
 
 
-def make_graph_cache(device: torch.device, compile: Compile) -> GraphCache | None:
-    """The graph cache of a device; None runs passes eagerly. "auto" captures on a GPU, and compiles if it can."""
+def make_graph_cache(device: torch.device, compile: Compile, numerics: Numerics = "row-invariant") -> GraphCache | None:
+    """The graph cache of a device; None runs passes eagerly. "auto" captures on a GPU.
+
+    Row-invariant passes consist of kernels of their own; those of `fastest` numerics are compiled if possible.
+    """
     if compile not in get_args(Compile):
         raise unknown("compile", compile, get_args(Compile))
     if compile == "off" or (device.type != "cuda" and compile == "auto"):
         return None
     if device.type != "cuda":
         raise ConfigError(f"compile {compile!r} needs a CUDA device and the model is on {device}; use auto or off.")
+    if resolve_numerics(numerics, device) == "row-invariant":
+        functions, backend = eager_backend(numerics, device)
+        return GraphCache(layer_functions=functions, attention_backend=backend)
     if compile == "capture":
         return GraphCache()
     if find_spec("triton") is not None:

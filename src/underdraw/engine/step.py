@@ -93,10 +93,10 @@ class StepRunner:
         return [step < self.sampler.layout.stop - 1 for step in root_steps]
 
     def truncate_plans(self, requested_plans: Sequence[TreePlan], root_steps: Sequence[int]) -> list[TreePlan]:
-        """Plans that do not reach past the last cell of the image."""
-        stop = self.sampler.layout.stop
+        """Plans that do not reach past the last cell of the image, or deeper than the target verifies."""
+        stop, max_depth = self.sampler.layout.stop, self.session.max_depth
         return [
-            plan.truncate(stop - 2 - step) if step < stop - 1 else IDLE_PLAN
+            plan.truncate(min(stop - 2 - step, max_depth)) if step < stop - 1 else IDLE_PLAN
             for plan, step in zip(requested_plans, root_steps, strict=True)
         ]
 

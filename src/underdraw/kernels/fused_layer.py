@@ -109,10 +109,10 @@ def _norm_heads(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """QK norm of heads x (N, W) and of the dimensions that RoPE pairs with theirs."""
     if LAYER_NORM:
-        mean = (tl.sum(x, 1) / D)[:, None]
+        mean = (tl.sum(x.to(tl.float64), 1) / D).to(tl.float32)[:, None]  # float64: any order of summation will do
         x = tl.where(mask, x - mean, 0.0)
         partner = tl.where(mask, partner - mean, 0.0)
-    inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / D + 1e-5)[:, None]
+    inverse_rms = tl.rsqrt((tl.sum((x * x).to(tl.float64), 1) / D).to(tl.float32) + 1e-5)[:, None]
     first = head[:, None] * D if PER_HEAD else head[:, None] * 0
     x = x * inverse_rms * tl.load(weight + first + d, mask=mask, other=0.0).to(tl.float32)
     partner = partner * inverse_rms * tl.load(weight + first + partner_d, mask=mask, other=0.0).to(tl.float32)

@@ -1,11 +1,18 @@
 # ruff: noqa: N803
-"""Flash-decoding for draft trees: attention of a few nodes to a long KV cache, with the cache split among blocks.
+"""Flash-decoding attention of tree nodes to a KV cache, with bits that do not depend on the tree. Needs Triton.
 
-A fused attention kernel gives one head of one row to one thread block, which reads the whole cache alone while most
-multiprocessors idle. Here the slots of a head are dealt out, `_BLOCK_SLOTS` at a time and round robin, to several
-thread blocks (split-KV); a second, small kernel combines their partial softmax sums. Slots past the end of a row are
-not read, so the launch may cover the whole cache and costs what the row holds. Which block reads a slot, and in which
-order, does not depend on the other nodes: a token gets the same sums alone and in a short chain.
+The same token must get the same bits as a node of any tree, where its ancestors lie scattered over the slots behind the
+committed tokens, and in plain decoding, where every token lies at its own position. Sums by tensor cores depend on
+which keys share an instruction, so keys are divided by the *position* of the query:
+
+- Slots below `boundary(position)`, at least TAIL positions back, hold the same committed tokens in both cases. They are
+  read in blocks by tensor cores, dealt out to a number of splits that depends on the model alone. Keys of one
+  instruction lie all below the boundary or all above it.
+- The tail, the keys from the boundary up to the query itself, is summed by scalar FMAs in the order of slots, which is
+  the order of positions along a path. Slots that are not ancestors have weight 0 and leave the sum as it is.
+
+A tree is at most MAX_GPU_DEPTH deep, so no node of it lies below a boundary. A second kernel joins the splits and the
+tail in a fixed order.
 """
 
 from __future__ import annotations
@@ -17,117 +24,177 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-MIN_TILE = 16  # smallest side of a tile that tensor cores multiply
-_BLOCK_SLOTS = 64  # cache slots read at a time, and most queries of a thread block
-_NUM_STAGES = 3  # software pipelining of the loads
-_RESIDENT_VALUES = 264 * 64  # thread blocks that a device keeps busy, times head width: wide heads get fewer blocks
+from underdraw.plan import MAX_GPU_DEPTH
+
+TAIL = MAX_GPU_DEPTH + 1  # positions before a query that are summed one by one; more than a tree is deep
+_GROUP = 16  # keys that a tensor core instruction sums together; boundaries are multiples of it
+_TAIL_PARTS = 4  # programs that share the value columns of a tail
+_BUSY = 264 * 64  # head widths in flight that keep an H200 busy: wide heads need fewer splits
+_MAX_SPLITS = 16
+_MIN_TILE = 16  # rows of a tensor core instruction
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _split_kv_kernel(  # type: ignore[no-untyped-def]
-    q, keys, values, committed, ancestors,
-    partial_out, partial_max, partial_sum,
-    q_row_stride, q_node_stride, q_head_stride, kv_row_stride, kv_head_stride,
-    ancestors_image_stride, ancestors_node_stride, ancestors_slot_stride,
-    length, count, nodes, queries, images, scale,
-    KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr, PRECISION: tl.constexpr,
+def _tail_scores(  # type: ignore[no-untyped-def]
+    query, keys, ancestors, cache, slot, end, length, boundary, node, is_query, a_row, a_node, a_slot, scale,
+    WIDTH: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """M queries of one row and KV head over one split of the slots: weighted values, largest score, sum of weights."""
+    """Scores of some slots of the tail, -inf where a query does not see them."""
+    inside = slot < end
+    d = tl.arange(0, D)[None, :]
+    key = tl.load(keys + cache + slot[:, None] * WIDTH + d, mask=inside[:, None] & (d < WIDTH), other=0.0)
+    ahead = slot - length  # index of the node in a slot, negative for committed tokens
+    mask = is_query[:, None] & (inside & (ahead >= 0))[None, :]
+    is_ancestor = tl.load(ancestors + a_row + node[:, None] * a_node + ahead[None, :] * a_slot, mask=mask, other=0) != 0
+    score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    seen = (inside & (ahead < 0))[None, :] | is_ancestor
+    return tl.where(seen & (slot[None, :] >= boundary[:, None]), score, float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _sums(  # type: ignore[no-untyped-def]
+    q, keys, values, committed, depths, ancestors, part, top, total, q_row, q_node, q_head, k_row, k_group, d_image,
+    a_image, a_node, a_slot, capacity, images, count, nodes, queries, scale, GROUPS: tl.constexpr,
+    SHARE: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
+    GROUP: tl.constexpr, TAIL: tl.constexpr, TAIL_KEYS: tl.constexpr, TAIL_WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Softmax sums of one split of the blocks below the boundaries, or of some value columns of the tail."""
     pair, split = tl.program_id(0), tl.program_id(1)
-    row, kv_head = pair // KV_HEADS, pair % KV_HEADS
-    m = tl.program_id(2) * M + tl.arange(0, M)  # all nodes of the first head that shares these keys, then the next
-    is_query, node, head = m < queries, m % count, kv_head * HEADS_PER_KV + m // count
+    row, group = pair // GROUPS, pair % GROUPS
+    m = tl.program_id(2) * M + tl.arange(0, M)  # the heads of the group, each with all nodes
+    node, head, is_query = m % count, group * SHARE + m // count, m < queries
     d = tl.arange(0, D)
+    is_width = (d < WIDTH)[None, :]  # heads are padded to a power of two
     query = tl.load(
-        q + row * q_row_stride + node[:, None] * q_node_stride + head[:, None] * q_head_stride + d,
-        mask=is_query[:, None],
-        other=0.0,
-    )
-    row_length = tl.load(committed + row).to(tl.int32)
-    used = tl.minimum(row_length + nodes, length)
-    ancestor_row = ancestors + (row % images).to(tl.int64) * ancestors_image_stride
-    ancestor_row += node[:, None] * ancestors_node_stride
-    max_score = tl.full([M], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([M], tl.float32)
-    out = tl.zeros([M, D], tl.float32)
-    cache = row.to(tl.int64) * kv_row_stride + kv_head * kv_head_stride
-    for first in range(split * BLOCK_SLOTS, used, tl.num_programs(1) * BLOCK_SLOTS):
-        slot = first + tl.arange(0, BLOCK_SLOTS)
-        is_used = slot < used
-        offset = cache + slot[:, None] * D + d
-        key = tl.load(keys + offset, mask=is_used[:, None], other=0.0)
-        slot_node = slot - row_length  # the tree node in a slot, negative for committed tokens
-        is_tree_slot = is_query[:, None] & is_used & (slot_node >= 0)
-        is_ancestor = tl.load(ancestor_row + slot_node * ancestors_slot_stride, mask=is_tree_slot, other=0) != 0
-        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        score = tl.where(is_used & ((slot_node < 0) | is_ancestor), score, float("-inf"))
-        new_max = tl.maximum(max_score, tl.max(score, 1))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing visible yet: avoid inf - inf
-        weight = tl.exp(score - base[:, None])
-        rescale = tl.exp(max_score - base)
-        value = tl.load(values + offset, mask=is_used[:, None], other=0.0)
-        out = out * rescale[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-        weight_sum = weight_sum * rescale + tl.sum(weight, 1)
-        max_score = new_max
-    index = (pair * tl.num_programs(1) + split) * queries + m
-    tl.store(partial_max + index, max_score, mask=is_query)
-    tl.store(partial_sum + index, weight_sum, mask=is_query)
-    tl.store(partial_out + index[:, None] * D + d, out, mask=is_query[:, None])
+        q + row.to(tl.int64) * q_row + node[:, None] * q_node + head[:, None] * q_head + d[None, :],
+        mask=is_query[:, None] & is_width, other=0.0,
+    )  # fmt: skip
+    length = tl.load(committed + row).to(tl.int32)
+    depth = tl.load(depths + (row % images).to(tl.int64) * d_image + node, mask=is_query, other=0).to(tl.int32)
+    boundary = tl.maximum(length + depth - TAIL, 0) // GROUP * GROUP
+    cache = row.to(tl.int64) * k_row + group * k_group
+    largest = tl.full([M], float("-inf"), tl.float32)
+    weight = tl.zeros([M, 16], tl.float32)  # sums by products have a fixed order; 16 columns are the fewest
+    index = (pair * (SPLITS + 1) + tl.minimum(split, SPLITS)) * queries + m
+    if split < SPLITS:
+        out = tl.zeros([M, D], tl.float32)
+        ones = tl.full([KEYS, 16], 1.0, values.dtype.element_ty)
+        for start in range(split * KEYS, tl.max(tl.where(is_query, boundary, 0), 0), SPLITS * KEYS):
+            slot = start + tl.arange(0, KEYS)
+            block = cache + slot[:, None] * WIDTH + d[None, :]
+            inside = (slot < capacity)[:, None] & is_width
+            score = (
+                tl.dot(query, tl.trans(tl.load(keys + block, mask=inside, other=0.0)), input_precision=PRECISION)
+                * scale
+            )
+            score = tl.where(slot[None, :] < boundary[:, None], score, float("-inf"))
+            new = tl.maximum(largest, tl.max(score, 1))
+            base = tl.where(new == float("-inf"), 0.0, new)
+            shrink = tl.exp(largest - base)
+            value = tl.load(values + block, mask=inside, other=0.0)
+            probs = tl.exp(score - base[:, None]).to(value.dtype)
+            out = out * shrink[:, None] + tl.dot(probs, value, input_precision=PRECISION)
+            weight = weight * shrink[:, None] + tl.dot(probs, ones, input_precision=PRECISION)
+            largest = new
+        tl.store(top + index, largest, mask=is_query)
+        tl.store(total + index, tl.max(weight, 1), mask=is_query)
+        tl.store(part + index[:, None].to(tl.int64) * D + d[None, :], out, mask=is_query[:, None])
+    else:
+        c, slots = (split - SPLITS) * TAIL_WIDTH + tl.arange(0, TAIL_WIDTH), tl.arange(0, TAIL_KEYS)
+        first = tl.min(tl.where(is_query, boundary, 2147483647), 0)
+        last = nodes - count + tl.max(tl.where(is_query, node, 0), 0)  # no query sees a node behind itself
+        end = tl.minimum(length + last + 1, capacity)
+        a_row = (row % images).to(tl.int64) * a_image
+        for start in range(first, end, TAIL_KEYS):
+            score = _tail_scores(
+                query, keys, ancestors, cache, start + slots, end, length, boundary, node, is_query, a_row, a_node,
+                a_slot, scale, WIDTH, D, PRECISION,
+            )  # fmt: skip
+            largest = tl.maximum(largest, tl.max(score, 1))
+        base = tl.where(largest == float("-inf"), 0.0, largest)
+        tail = tl.zeros([M, TAIL_WIDTH], tl.float32)
+        tail_weight = tl.zeros([M], tl.float64)  # in float64 the order of summation does not matter
+        for start in range(first, end, TAIL_KEYS):
+            slot = start + slots
+            score = _tail_scores(
+                query, keys, ancestors, cache, slot, end, length, boundary, node, is_query, a_row, a_node, a_slot,
+                scale, WIDTH, D, PRECISION,
+            )  # fmt: skip
+            inside = (slot < end)[:, None] & (c < WIDTH)[None, :]
+            value = tl.load(values + cache + slot[:, None] * WIDTH + c[None, :], mask=inside, other=0.0)
+            probs = tl.exp(score - base[:, None]).to(value.dtype).to(tl.float32)
+            # Float32 products without tensor cores: one FMA after the other, in the order of slots.
+            tail = tl.dot(probs, value.to(tl.float32), tail, input_precision="ieee")
+            tail_weight += tl.sum(probs.to(tl.float64), 1)
+        tl.store(top + index, largest, mask=is_query)  # the same from all columns
+        tl.store(total + index, tail_weight.to(tl.float32), mask=is_query)
+        tl.store(part + index[:, None].to(tl.int64) * D + c[None, :], tail, mask=is_query[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _combine_splits_kernel(  # type: ignore[no-untyped-def]
-    partial_out, partial_max, partial_sum, out,
-    splits, count, queries,
-    KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, S: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+def _join(  # type: ignore[no-untyped-def]
+    part, top, total, out, count, queries, GROUPS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial sums of all splits for M queries, rescaled to the largest score of all."""
+    """Some queries of a row and key-value head: their splits and tail, one after the other."""
     pair, m = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
-    row, kv_head = pair // KV_HEADS, pair % KV_HEADS
-    s, d = tl.arange(0, S)[:, None], tl.arange(0, D)
-    index = (pair * splits + s) * queries + m  # (S, M)
-    mask = (s < splits) & (m < queries)
-    max_score = tl.load(partial_max + index, mask=mask, other=float("-inf"))
-    rescale = tl.where(mask, tl.exp(max_score - tl.max(max_score, 0)), 0.0)
-    weight_sum = tl.sum(rescale * tl.load(partial_sum + index, mask=mask, other=0.0), 0)
-    partial = tl.load(partial_out + index[:, :, None] * D + d, mask=mask[:, :, None], other=0.0)
-    mean = tl.sum(partial * rescale[:, :, None], 0) / weight_sum[:, None]
-    head = (row * count + m % count) * KV_HEADS * HEADS_PER_KV + kv_head * HEADS_PER_KV + m // count
-    tl.store(out + head[:, None] * D + d, mean.to(out.dtype.element_ty), mask=(m < queries)[:, None])
+    row, group = pair // GROUPS, pair % GROUPS
+    d, is_query = tl.arange(0, D), m < queries
+    largest = tl.full([M], float("-inf"), tl.float32)
+    for split in range(PARTS):
+        largest = tl.maximum(largest, tl.load(top + (pair * PARTS + split) * queries + m, mask=is_query, other=0.0))
+    mean = tl.zeros([M, D], tl.float32)
+    weight = tl.zeros([M], tl.float32)
+    for split in range(PARTS):
+        index = (pair * PARTS + split) * queries + m
+        share = tl.exp(tl.load(top + index, mask=is_query, other=0.0) - largest)
+        weight += share * tl.load(total + index, mask=is_query, other=1.0)
+        sums = tl.load(part + index[:, None].to(tl.int64) * D + d[None, :], mask=is_query[:, None], other=0.0)
+        mean += share[:, None] * sums
+    mean = mean / weight[:, None]
+    node, head = m % count, group * SHARE + m // count
+    index = ((row * count + node) * (GROUPS * SHARE) + head).to(tl.int64)
+    mask = is_query[:, None] & (d < WIDTH)[None, :]
+    tl.store(out + index[:, None] * WIDTH + d[None, :], mean.to(out.dtype.element_ty), mask=mask)
 
 
-def tree_attention(q: Tensor, keys: Tensor, values: Tensor, committed: Tensor, ancestors: Tensor) -> Tensor:
-    """Attend from q (R, N, H, D) to caches (R, G, L, D) of G KV heads: (R, N, H * D).
+def splits_of(groups: int, width: int) -> int:
+    """Splits of the blocks below the tail: a function of the model alone, enough for one guided picture."""
+    return max(1, min(_BUSY // (2 * groups * width), _MAX_SPLITS))
 
-    A node sees the first `committed` (R,) slots of its row, and of the M nodes in the slots behind them its ancestors
-    (B, N, M). Rows are copies of B images.
+
+def tree_attention(
+    q: Tensor, keys: Tensor, values: Tensor, committed: Tensor, ancestors: Tensor, depths: Tensor
+) -> Tensor:
+    """q (R, N, H, D) against caches (R, G, L, D): (R, N, H * D).
+
+    A node sees the `committed` (R,) slots of its row and, of the M slots behind them, its `ancestors` (B, N, M), which
+    include itself. Rows are the guidance copies of B images; `depths` (B, N) are positions relative to `committed`.
     """
     rows, count, heads, width = q.shape
-    kv_heads, length = keys.shape[1:3]
+    groups, capacity = keys.shape[1:3]
     images, _, nodes = ancestors.shape
-    queries = heads // kv_heads * count  # that share the keys of one KV head
-    block_slots = 32 if q.dtype == torch.float32 else _BLOCK_SLOTS  # what the registers hold
-    block_queries = min(max(triton.next_power_of_2(queries), MIN_TILE), block_slots)
-    pairs, query_blocks = rows * kv_heads, -(-queries // block_queries)
-    splits = max(1, min(_RESIDENT_VALUES // (pairs * query_blocks * width), -(-length // block_slots)))
-    partial_out = torch.empty(pairs, splits, queries, width, dtype=torch.float32, device=q.device)
-    partial_max, partial_sum = torch.empty(2, pairs, splits, queries, dtype=torch.float32, device=q.device)
+    queries = heads // groups * count
+    is_float32 = q.dtype == torch.float32
+    key_block = 32 if is_float32 else 64
+    tile = min(max(triton.next_power_of_2(queries), _MIN_TILE), 32 if is_float32 else 64)
+    pairs, splits = rows * groups, splits_of(groups, width)
+    padded_width = max(triton.next_power_of_2(width), 16)
+    part = torch.empty(pairs, splits + 1, queries, padded_width, dtype=torch.float32, device=q.device)
+    top, total = torch.empty(2, pairs, splits + 1, queries, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, count, heads * width, dtype=q.dtype, device=q.device)
-    shape: dict[str, Any] = {"KV_HEADS": kv_heads, "HEADS_PER_KV": heads // kv_heads, "D": width}
+    depths = depths.contiguous()
+    shape: dict[str, Any] = {"GROUPS": groups, "SHARE": heads // groups, "WIDTH": width, "D": padded_width}
+    tail_width = max(padded_width // _TAIL_PARTS, 16)
+    tail_keys = 128 if tile == _MIN_TILE and not is_float32 else 32  # few queries read their tails at once
     with torch.cuda.device_of(q):
-        _split_kv_kernel[(pairs, splits, query_blocks)](
-            q, keys, values, committed, ancestors.view(torch.uint8),
-            partial_out, partial_max, partial_sum,
-            *q.stride()[:3], *keys.stride()[:2], *ancestors.stride(),
-            length, count, nodes, queries, images, width**-0.5,
-            **shape, M=block_queries, BLOCK_SLOTS=block_slots,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=_NUM_STAGES,
+        _sums[(pairs, splits + padded_width // tail_width, triton.cdiv(queries, tile))](
+            q, keys, values, committed, depths, ancestors.view(torch.uint8), part, top, total, *q.stride()[:3],
+            *keys.stride()[:2], depths.stride(0), *ancestors.stride(), capacity, images, count, nodes, queries,
+            width**-0.5, **shape, M=tile, KEYS=key_block, GROUP=_GROUP, TAIL=TAIL,
+            TAIL_KEYS=tail_keys, TAIL_WIDTH=tail_width, SPLITS=splits,
+            PRECISION="ieee" if is_float32 else "tf32", num_stages=3,
         )  # fmt: skip
-        combined = 8 if queries > MIN_TILE else 1  # queries of a thread block
-        _combine_splits_kernel[(pairs, -(-queries // combined))](
-            partial_out, partial_max, partial_sum, out,
-            splits, count, queries,
-            **shape, S=triton.next_power_of_2(splits), M=combined,
-        )  # fmt: skip
+        _join[(pairs, triton.cdiv(queries, 4))](part, top, total, out, count, queries, **shape, PARTS=splits + 1, M=4)
     return out

@@ -24,7 +24,6 @@ from underdraw.nn.row_invariant import padded_rows
 
 AttentionBackend = Literal["sdpa", "matmul", "tree", "auto"]
 """GPU attention: torch's fused kernel, two matmuls and a softmax, `kernels.tree_attention`, or the fastest of them."""
-_TREE_HEAD_WIDTHS = (16, 32, 64, 128, 256)  # that `kernels.tree_attention` has tiles for
 _AUTO_MAX_WIDTH = 128  # head width whose tiles fit the shared memory of every GPU
 _AUTO_MAX_HEADS = 132  # heads of all rows; with more of them torch's kernel keeps a GPU busy
 _MIN_VALUE_COLUMNS = 16  # a CPU's BLAS adds up fewer columns in another order
@@ -62,6 +61,7 @@ class TreeMask:
 
     committed: Tensor  # (R,)
     ancestors: Tensor  # (B, N, M); rows are copies of B images
+    depths: Tensor  # (B, N) positions of the nodes relative to `committed`
 
 
 def attention_bias(
@@ -86,8 +86,8 @@ def uses_tree_kernel(backend: AttentionBackend, keys: Tensor, heads: int) -> boo
     rows, kv_heads, _, width = keys.shape
     if backend == "auto":
         fastest = heads != kv_heads or (keys.dtype != torch.float32 and rows * kv_heads <= _AUTO_MAX_HEADS)
-        return fastest and width in _TREE_HEAD_WIDTHS and width <= _AUTO_MAX_WIDTH and triton_available(keys.device)
-    return backend == "tree" and width in _TREE_HEAD_WIDTHS
+        return fastest and width <= _AUTO_MAX_WIDTH and triton_available(keys.device)
+    return backend == "tree"
 
 
 @functools.cache
@@ -147,7 +147,7 @@ def attend(
     if isinstance(mask, TreeMask):
         from underdraw.kernels.tree_attention import tree_attention
 
-        return tree_attention(q, keys, values, mask.committed, mask.ancestors)
+        return tree_attention(q, keys, values, mask.committed, mask.ancestors, mask.depths)
     rows, count, heads, width = q.shape
     kv_heads = keys.shape[1]
     q = q.transpose(1, 2)

@@ -18,7 +18,8 @@ from underdraw.nn.attention import (
     uses_tree_kernel,
 )
 from underdraw.nn.kv_cache import KVCache
-from underdraw.nn.layer_functions import EAGER, CacheView, LayerFunctions, run_layers
+from underdraw.nn.layer_functions import CacheView, LayerFunctions, run_layers
+from underdraw.nn.numerics import Numerics, eager_backend
 from underdraw.nn.row_invariant import sum_block
 from underdraw.nn.transformer import Transformer
 
@@ -26,17 +27,19 @@ from underdraw.nn.transformer import Transformer
 class CachedDecoder:
     """A decoder and the KV cache of its R rows."""
 
-    def __init__(self, net: Transformer, rows: int, capacity: int) -> None:
+    def __init__(self, net: Transformer, rows: int, capacity: int, numerics: Numerics = "row-invariant") -> None:
         self.net = net
         self.cache = KVCache(net.arch, rows, capacity, net.head.weight)
-        self.layer_functions: LayerFunctions = EAGER
-        self.attention_backend: AttentionBackend = "sdpa"
+        self._eager = eager_backend(numerics, net.head.weight.device)
+        self.layer_functions: LayerFunctions
+        self.attention_backend: AttentionBackend
+        self.layer_functions, self.attention_backend = self._eager
         self._depths: list[Tensor] = []  # (B, N) of the nodes in the cache, on a CPU
 
     def reset(self) -> None:
         """Remove every token and run eagerly again."""
         self.cache.reset()
-        self.layer_functions, self.attention_backend = EAGER, "sdpa"
+        self.layer_functions, self.attention_backend = self._eager
 
     def fix_span(self, count: int, quantum: int) -> int:
         """`KVCache.fix_span`; the tree kernel reads only slots in use, so its span is the whole cache."""
@@ -69,6 +72,10 @@ class CachedDecoder:
         """
         return self._run(x, cos_sin, depths, ancestors, spread=ancestors.shape[-1] - 1)
 
+    def logits(self, features: Tensor) -> Tensor:
+        """Float32 logits (R, N, K) of features (R, N, dim)."""
+        return self.layer_functions.select(self.net.arch, features).logits(self.net, features)
+
     def _run(self, x: Tensor, cos_sin: Tensor, depths: Tensor, ancestors: Tensor, spread: int) -> Tensor:
         """Write keys and values of N nodes behind those in the cache; attend to committed tokens and ancestors."""
         cache = self.cache
@@ -77,7 +84,7 @@ class CachedDecoder:
         slots, length = cache.reserve(x.shape[1])
         if x.is_cpu:
             self._depths.append(depths)
-        attention = self._attention(self._mask(ancestors, spread, length), length)
+        attention = self._attention(self._mask(ancestors, depths, spread, length), length)
         values = cache.values[..., : self.net.arch.head_width]
         keys_by_layer, values_by_layer = (part.flatten(1, 3).unbind() for part in (cache.keys, values))
         view = CacheView(keys_by_layer, values_by_layer, slots, attention)
@@ -95,11 +102,11 @@ class CachedDecoder:
     def _uses_tree_kernel(self) -> bool:
         return uses_tree_kernel(self.attention_backend, self.cache.keys[0], self.net.arch.heads)
 
-    def _mask(self, ancestors: Tensor, spread: int, length: int) -> AttentionMask | TreeMask:
+    def _mask(self, ancestors: Tensor, depths: Tensor, spread: int, length: int) -> AttentionMask | TreeMask:
         """The mask of ancestors (B, N, M + N) over `length` cache slots."""
         arch, cache, device = self.net.arch, self.cache, self.cache.length.device
         if self._uses_tree_kernel():
-            return TreeMask(cache.length, ancestors)
+            return TreeMask(cache.length, ancestors, depths)
         slots = arange_cached(length + 1, device)[1:]
         always_never, seen_masked = (True, False), (0.0, -torch.inf)
         bias = self.layer_functions.attention_bias(

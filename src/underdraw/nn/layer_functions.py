@@ -65,6 +65,7 @@ class LayerFunctions:
     logits: Callable[[Transformer, Tensor], Tensor] = Transformer.logits
     supports: Callable[[Arch, Tensor], bool] = lambda arch, x: True
     few_rows: LayerFunctions | None = None  # used instead of these for inputs that they support
+    is_compiled: bool = False  # whether new shapes are compiled when they first occur
 
     def select(self, arch: Arch, x: Tensor) -> LayerFunctions:
         """The functions for inputs x (R, N, dim)."""

@@ -12,9 +12,10 @@ from underdraw.errors import CapacityError, ConfigError
 from underdraw.layout import Layout
 from underdraw.nn import memory
 from underdraw.nn.cached_decoder import CachedDecoder
+from underdraw.nn.numerics import Numerics, resolve_numerics
 from underdraw.nn.rope import RopeTable
 from underdraw.nn.transformer import Transformer
-from underdraw.plan import MAX_NODES
+from underdraw.plan import MAX_DEPTH, MAX_GPU_DEPTH, MAX_NODES
 from underdraw.protocols import Capturable, PassConfig, PrefillOutput, Prefix, Prompt, TargetOutput, VerifiedStep
 from underdraw.tree import DraftTree
 
@@ -27,6 +28,7 @@ class DecoderTarget:
     projection: nn.Module | None = None  # from a text encoder's features to prompt embeddings
     image_offset: int | None = None  # sequence position of the image's step 0; None: right behind the prompt
     positions: int | None = None  # most sequence positions that the model has
+    numerics: Numerics = "row-invariant"
 
     def open(self, prompts: Sequence[Prompt], layout: Layout, *, guidance: float) -> DecoderSession:
         return DecoderSession(self, prompts, layout, guidance)
@@ -84,8 +86,10 @@ class DecoderSession(Capturable):
         rows = self._rows(prompts)
         weight, capacity = target.net.head.weight, self._positions + tree_slots
         memory.check_fits(target.net.arch, len(prompts), self.copies, capacity, max(self.lengths), weight)
-        self.decoder = CachedDecoder(target.net, len(rows), capacity)
+        self.decoder = CachedDecoder(target.net, len(rows), capacity, target.numerics)
         self.cache = self.decoder.cache
+        is_limited = weight.is_cuda and resolve_numerics(target.numerics, weight.device) == "row-invariant"
+        self.max_depth = MAX_GPU_DEPTH if is_limited else MAX_DEPTH
         self.offset = torch.zeros_like(self.cache.length)  # (R,) sequence position of step 0
         self.rope_table = RopeTable(target.net.arch.rope, layout, self.offset, weight.dtype)
         self.prefill = self._start(rows)
@@ -152,7 +156,7 @@ class DecoderSession(Capturable):
         lengths = torch.tensor(self.lengths, device=device)
         features = self.decoder.append(x, cos_sin, lengths, self.lengths)
         last = features[torch.arange(len(rows), device=device), lengths - 1]
-        logits = apply_guidance(net.logits(last[:, None]), self.guidance)
+        logits = apply_guidance(self.decoder.logits(last[:, None]), self.guidance)
         return PrefillOutput(logits, features, tokens, lengths, tuple(self.lengths))
 
     def _prompt_cos_sin(self, longest: int, device: torch.device) -> Tensor:
@@ -178,7 +182,7 @@ class DecoderSession(Capturable):
         depths = tree.depths.clamp(min=0)  # (B, N)
         x, cos_sin = net.embed(self._for_rows(tree.tokens)), self.rope_table(steps[:, None] + depths)
         features = self.decoder.append_nodes(x, cos_sin, depths, tree.ancestors)
-        logits = self.decoder.layer_functions.select(net.arch, features).logits(net, features)
+        logits = self.decoder.logits(features)
         return TargetOutput(apply_guidance(logits, self.guidance), features)
 
     def prepare(self, config: PassConfig) -> Hashable | None:

@@ -1,0 +1,156 @@
+"""Layer functions for a GPU whose rows have the same bits however many rows a pass has. Importing it needs Triton.
+
+A GEMM sums over K in one fixed order: by our own kernel, or by a BLAS kernel that does not split K, which adds in the
+same order. Whether it does is checked for every shape that occurs, and the faster of the two is used. Norms, gates,
+RoPE and the cache write work on one row at a time; attention is `kernels.tree_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from underdraw.kernels.gemm import FEW_ROWS, add_rms_norm, gemm, rms_norm, silu_gate
+from underdraw.nn.fused_layers import with_cache_kernel
+from underdraw.nn.layer_functions import LayerFunctions
+from underdraw.nn.row_invariant import Linear
+from underdraw.nn.transformer import DecoderLayer, RMSNorm, Transformer
+
+_REPEATS = 10  # timed calls when a GEMM is chosen
+_blas_is_used: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
+
+
+@contextmanager
+def unsplit_blas() -> Iterator[None]:
+    """Make cuBLASLt multiply without splitting K; a torch that cannot is found out by comparing bits."""
+    matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
+    flags = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = [getattr(matmul, flag) for flag in flags]
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        for flag in flags:
+            try:
+                setattr(matmul, flag, (False, False))
+            except (TypeError, RuntimeError):
+                setattr(matmul, flag, False)
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            setattr(matmul, flag, value)
+        torch.backends.cuda.preferred_blas_library(library)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., in) @ weight (out, in)^T -> (..., out), each row with the same bits for any number of rows."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = _blas(rows, weight) if _uses_blas(rows, weight) else gemm(rows, weight)
+    return out.view(*x.shape[:-1], -1)
+
+
+def _blas(rows: Tensor, weight: Tensor) -> Tensor:
+    with unsplit_blas():
+        return F.linear(rows, weight)
+
+
+def _uses_blas(rows: Tensor, weight: Tensor) -> bool:
+    """True if BLAS gives our kernel's bits for this shape and is faster; measured at the first eager pass."""
+    if not rows.is_cuda or (len(rows) <= FEW_ROWS and rows.dtype != torch.float32):
+        return False
+    key = (len(rows), *weight.shape, rows.dtype, rows.device)
+    if key not in _blas_is_used:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _blas_is_used[key] = _measure(rows, weight)
+    return _blas_is_used[key]
+
+
+def _measure(rows: Tensor, weight: Tensor) -> bool:
+    """Compare the bits on random inputs, then the times."""
+    generator = torch.Generator(device=rows.device).manual_seed(0)
+    x = torch.randn(rows.shape, generator=generator, device=rows.device, dtype=torch.float32).to(rows.dtype)
+    if not torch.equal(_blas(x, weight), gemm(x, weight)):
+        return False
+    return _milliseconds(lambda: _blas(x, weight)) < _milliseconds(lambda: gemm(x, weight))
+
+
+def _milliseconds(work: Callable[[], Tensor]) -> float:
+    """Time of `_REPEATS` calls on the device, launched from a CUDA graph so that the host does not count."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(_REPEATS):
+            work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _norm(norm: nn.Module, x: Tensor) -> Tensor:
+    return rms_norm(x, norm.weight, norm.eps) if isinstance(norm, RMSNorm) else x
+
+
+def _add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    if isinstance(norm, RMSNorm):
+        return add_rms_norm(x, y, norm.weight, norm.eps)
+    return add_rms_norm(x, y, None, 0.0)
+
+
+def _post_attention(layer: DecoderLayer, x: Tensor, attended: Tensor, next_norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Output projection and FFN of a layer: its output and, normed by `next_norm`, the input of the next GEMM."""
+    if layer.arch.norm == "post":
+        x = x + _norm(layer.attention_norm, linear(attended, layer.out.weight))
+        hidden = silu_gate(linear(x, layer.gate_up.weight))
+        x = x + _norm(layer.ffn_norm, linear(hidden, layer.down.weight))
+        return x, _norm(next_norm, x)
+    rows = x.shape[0] * x.shape[1]
+    if rows <= FEW_ROWS:
+        shape, x = x.shape, x.reshape(rows, -1)
+        x = gemm(attended.reshape(rows, -1), layer.out.weight, residual=x)
+        hidden = gemm(_norm(layer.ffn_norm, x), layer.gate_up.weight, gated=True)
+        x = gemm(hidden, layer.down.weight, residual=x).view(shape)
+        return x, _norm(next_norm, x)
+    x, normed = _add_norm(x, linear(attended, layer.out.weight), layer.ffn_norm)
+    hidden = silu_gate(linear(normed, layer.gate_up.weight))
+    return _add_norm(x, linear(hidden, layer.down.weight), next_norm)
+
+
+def _project_qkv(layer: DecoderLayer, x: Tensor) -> Tensor:
+    return linear(_norm(_input_norm(layer), x), layer.qkv.weight)
+
+
+def _input_norm(layer: DecoderLayer) -> nn.Module:
+    """The norm in front of a layer's QKV projection."""
+    return nn.Identity() if layer.arch.norm == "post" else layer.attention_norm
+
+
+def _layer_to_qkv(layer: DecoderLayer, next_layer: DecoderLayer, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    x, normed = _post_attention(layer, x, attended, _input_norm(next_layer))
+    return x, linear(normed, next_layer.qkv.weight)
+
+
+def _finish_last_layer(layer: DecoderLayer, final_norm: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
+    return _post_attention(layer, x, attended, final_norm)[1]
+
+
+def _logits(net: Transformer, features: Tensor) -> Tensor:
+    head = net.head
+    if isinstance(head, Linear):
+        out = linear(features, head.weight)
+        return (out if head.bias is None else out + head.bias).float()
+    hidden = (linear(features, head.hidden.weight) + head.hidden.bias).float()
+    hidden = (hidden * 0.5 * (1 + torch.erf(hidden * 2**-0.5))).to(features.dtype)
+    return (linear(hidden, head.out.weight) + head.out.bias).float()
+
+
+_WITH_CACHE = with_cache_kernel(_project_qkv, _layer_to_qkv)
+ROW_INVARIANT = LayerFunctions(_WITH_CACHE.qkv_to_cache, _WITH_CACHE.layer_to_layer, _finish_last_layer, logits=_logits)

@@ -1,0 +1,128 @@
+"""Row-invariant numerics on a GPU: the tokens of plain decoding in half precision, for every tree, bucket and batch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import toy_models
+from torch import Tensor
+
+from underdraw.drafters.forced import Forced
+from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.small_model import SmallModel
+from underdraw.engine.cuda_graphs import GraphCache, make_graph_cache
+from underdraw.layout import Layout
+from underdraw.nn.target import DecoderTarget
+from underdraw.registry import policies
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+# Longer than the tail of the attention kernel, so that blocks below it are read as well.
+LAYOUTS = {
+    "plain": Layout(12, 13, toy_models.CODES),
+    "row-ends": Layout(13, 11, toy_models.CODES, prologue=(1, 36), row_end=37, epilogue=(2,)),
+}
+ARCHES = {
+    "mha": {},
+    "gqa-rms": {"kv_heads": 2, "qk_norm": "rms"},
+    "layer-per-head": {"qk_norm": "layer", "qk_norm_heads": "per_head"},
+}
+SEEDS = (3, 4, 5)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How images are decoded: drafter, tree policy, images at once, and whether passes are captured."""
+
+    drafter: str
+    policy: str
+    batch: int
+    is_captured: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.drafter}-{self.policy}-b{self.batch}-{'captured' if self.is_captured else 'eager'}"
+
+
+SETTINGS = (
+    *(Setting("jacobi", f"chain:depth={depth}", batch) for depth in (7, 23, 63) for batch in (1, 3)),
+    *(Setting("eagle", "adjacency:nodes=24", batch) for batch in (1, 3)),
+    Setting("block", "adjacency:nodes=64", 2),
+    Setting("small-model", "static", 2),
+    Setting("jacobi", "chain:depth=15", 3, is_captured=False),
+    Setting("forced", "none", 3),
+)
+
+
+@functools.cache
+def target(arch: str, dtype: torch.dtype) -> DecoderTarget:
+    options = ARCHES[arch]
+    return toy_models.target(architecture=toy_models.arch(dim=64, **options), device="cuda", dtype=dtype)  # type: ignore[arg-type]
+
+
+@functools.cache
+def plain_tokens(arch: str, dtype: torch.dtype, layout: str, temperature: float) -> Tensor:
+    """Tokens of plain decoding, one image at a time."""
+    images = [
+        toy_models.plain_tokens(
+            target(arch, dtype), layout=LAYOUTS[layout], seeds=(seed,), first=index, temperature=temperature,
+            guidance=2.0, top_k=20, graphs=graph_cache(arch, dtype),
+        )
+        for index, seed in enumerate(SEEDS)
+    ]  # fmt: skip
+    return torch.cat(images)
+
+
+@functools.cache
+def graph_cache(arch: str, dtype: torch.dtype) -> GraphCache | None:
+    return make_graph_cache(torch.device("cuda"), "auto")
+
+
+def drafter(name: str, of: DecoderTarget) -> object:
+    if name == "jacobi":
+        return Jacobi(window=63)
+    if name == "small-model":
+        return SmallModel(of)
+    if name == "forced":
+        return Forced()
+    return toy_models.eagle(of) if name == "eagle" else toy_models.block(of)
+
+
+def check(arch: str, dtype: torch.dtype, layout: str, temperature: float, setting: Setting) -> None:
+    of = target(arch, dtype)
+    tokens = toy_models.run_decode(
+        of, drafter(setting.drafter, of), policies.build(setting.policy), layout=LAYOUTS[layout],
+        seeds=SEEDS[: setting.batch], temperature=temperature, guidance=2.0, top_k=20,
+        graphs=graph_cache(arch, dtype) if setting.is_captured else None,
+    )[0]  # fmt: skip
+    assert torch.equal(tokens, plain_tokens(arch, dtype, layout, temperature)[: setting.batch])
+
+
+CASES = list(itertools.product(ARCHES, LAYOUTS, (0.0, 0.5, 1.0), SETTINGS))
+
+
+@pytest.mark.parametrize(("arch", "layout", "temperature", "setting"), CASES, ids=lambda part: str(part))
+def test_bfloat16_tokens_equal_plain_decoding(arch: str, layout: str, temperature: float, setting: Setting) -> None:
+    check(arch, torch.bfloat16, layout, temperature, setting)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_other_dtypes_equal_plain_decoding(dtype: torch.dtype, setting: Setting) -> None:
+    check("gqa-rms", dtype, "row-ends", 1.0, setting)
+
+
+def test_enough_cases() -> None:
+    assert len(CASES) >= 200
+
+
+def test_fastest_numerics_are_another_set_of_kernels() -> None:
+    """`fastest` runs, and its target is not served by the row-invariant kernels."""
+    of = replace(target("mha", torch.bfloat16), numerics="fastest")
+    tokens = toy_models.plain_tokens(of, layout=LAYOUTS["plain"], seeds=(3,), guidance=2.0)
+    assert tokens.shape == (1, LAYOUTS["plain"].steps)
+    session = of.open(toy_models.prompts(1), LAYOUTS["plain"], guidance=2.0)
+    assert session.decoder.attention_backend == "sdpa"

@@ -1,0 +1,68 @@
+"""docs/architecture.md and docs/glossary.md name files, functions and tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "underdraw"
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+HOPS = re.findall(r"^\| \d+ \| `([\w/.]+)` \| `([\w.]+)` \|", ARCHITECTURE, re.M)
+GLOSSARY = re.findall(r"^\| [^|]+ \| [^|]+ \| ([^|]+) \|$", (ROOT / "docs" / "glossary.md").read_text(), re.M)[1:]
+
+
+def defined_names(file: Path) -> set[str]:
+    """Functions, classes, their methods as Class.method, and module-level variables of a file."""
+    names = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef):
+                    names.add(f"{node.name}.{item.name}")
+                elif isinstance(item, ast.AnnAssign):
+                    names.add(f"{node.name}.{ast.unparse(item.target)}")
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            names |= {ast.unparse(target) for target in getattr(node, "targets", None) or [node.target]}
+    return names
+
+
+ALL_NAMES = {name for file in PACKAGE.rglob("*.py") for name in defined_names(file)}
+
+
+def test_walk_is_short() -> None:
+    assert 10 <= len(HOPS) <= 20
+
+
+@pytest.mark.parametrize(("file", "function"), HOPS, ids=lambda part: part.replace("/", "."))
+def test_hop_exists(file: str, function: str) -> None:
+    assert function in defined_names(PACKAGE / file)
+
+
+def test_folders_of_the_page_are_those_of_the_package() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert set(re.findall(r"^\| `(\w+)/` \|", ARCHITECTURE, re.M)) == folders
+    modules = {path.stem for path in PACKAGE.glob("[a-z]*.py")} - {"constants", "extras"}
+    assert modules <= set(re.findall(r"`(\w+)`", ARCHITECTURE))
+
+
+def test_tests_of_the_invariants_exist() -> None:
+    paths = re.findall(r"`(tests/[\w/.]+)`", ARCHITECTURE)
+    assert len(paths) >= 10 and all((ROOT / path).exists() for path in paths)
+
+
+@pytest.mark.parametrize("entry", GLOSSARY)
+def test_code_of_the_glossary_exists(entry: str) -> None:
+    for reference in re.findall(r"`([\w/.]+)`", entry):
+        path, _, name = reference.partition(".")
+        if reference.endswith(("/", ".py")):
+            assert (PACKAGE / reference).exists(), reference
+        elif (PACKAGE / f"{path}.py").exists():
+            assert name in defined_names(PACKAGE / f"{path}.py"), reference
+        else:
+            assert reference in ALL_NAMES, reference

@@ -7,7 +7,7 @@ import numpy as np
 from underdraw import Pipeline
 
 pipe = Pipeline.from_pretrained(sys.argv[1] if len(sys.argv) > 1 else "tiny")
-out = pipe("a red fox on a blue background", seed=7, token_stats="keep")  # keep: entropy and top-1 probability too
+out = pipe("a fox, 3D render, on a sky blue background", seed=3, token_stats="keep")  # keep: also entropy, top-1
 out.heatmap().save("heatmap.png")
 
 history = out.history  # one number per cell and column: accepted, depth, width, nodes, rank, entropy, top1

@@ -25,7 +25,7 @@ def first_tokens(pipe: Pipeline, passes: int) -> list[int]:
         if index == passes - 1:
             pipe.interrupt()
 
-    history = pipe("a red fox on a blue background", seed=7, callback_on_step_end=stop).history
+    history = pipe("a fox, 3D render, on a sky blue background", seed=3, callback_on_step_end=stop).history
     return [int(token) for token in history.tokens if token >= 0]
 
 

@@ -21,9 +21,9 @@ from underdraw.errors import ConfigError
 EXAMPLES = """
 Examples:
 
-underdraw generate "a red fox on a blue background" -o fox.png --seed 7
+underdraw generate "a fox, 3D render, on a sky blue background" -o fox.png --seed 3
 
-underdraw generate "a red fox on a blue background" -o fox.png --compare --compare-image both.png --heatmap heat.png
+underdraw generate "a fox, 3D render, on a sky blue background" -o fox.png --compare-image both.png --heatmap heat.png
 
 underdraw generate "a house" --n 4 -o houses/
 

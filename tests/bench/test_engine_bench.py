@@ -19,7 +19,6 @@ from underdraw.bench.replay import ReplayPolicy, ReplayVerifier, Trace
 from underdraw.bench.transformers_baseline import time_transformers
 from underdraw.cli.app import main
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.engine.autotune import PassCosts, Workload, load_or_measure_costs, read_costs, tree_within_budget
 from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 from underdraw.errors import ConfigError
 from underdraw.models.family import Placement
@@ -27,9 +26,7 @@ from underdraw.models.random_weights import SHAPES, model_shape
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import TreePlan
-from underdraw.policies.adjacency import Adjacency
 from underdraw.registry import policies
-from underdraw.sampling import Sampler
 
 PARAMETERS = {"anole-7b": 6.7, "lumina-7b": 6.7, "llamagen-xl": 0.75, "janus-7b": 6.8, "emu3-8b": 8.0}  # billions
 
@@ -44,10 +41,10 @@ def test_random_models_have_published_sizes(name: str) -> None:
     assert set(SHAPES) == {*PARAMETERS, "toy"}
 
 
-def recorded() -> tuple[Trace, list[int]]:
-    of = toy_models.target()
+def record_trace() -> tuple[Trace, list[int]]:
+    """A trace of a toy model's picture, and its accepted lengths."""
     _, _, steps = toy_models.run_decode(
-        of, Jacobi(), policies.build("chain:depth=4"), layout=toy_models.ROW_ENDS, guidance=2.0
+        toy_models.target(), Jacobi(), policies.build("chain:depth=4"), layout=toy_models.ROW_ENDS, guidance=2.0
     )
     return Trace.from_steps(steps, {"model": "toy"}), [step.accepted for step in steps]
 
@@ -55,26 +52,24 @@ def recorded() -> tuple[Trace, list[int]]:
 @pytest.mark.parametrize("name", ["eagle", "block", "jacobi"])
 @pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
 def test_replay_accepts_the_lengths_of_the_trace(name: str, captured: bool) -> None:
-    trace, accepted = recorded()
+    trace, accepted = record_trace()
     assert sum(accepted) > 0
-    of = toy_models.target(9)
-    drafter: Any = {"eagle": toy_models.eagle(of), "block": toy_models.block(of), "jacobi": Jacobi()}[name]
+    target, layout = toy_models.target(9), toy_models.ROW_ENDS
+    drafter: Any = {"eagle": toy_models.eagle(target), "block": toy_models.block(target), "jacobi": Jacobi()}[name]
     verifier, graphs = ReplayVerifier(trace, torch.device("cpu")), GraphCache(capture=EagerPass) if captured else None
     for _ in range(2):
         verifier.rewind()
         _, histories, steps = toy_models.run_decode(
-            of, drafter, ReplayPolicy(trace), verifier=verifier, layout=toy_models.ROW_ENDS, guidance=2.0, graphs=graphs
+            target, drafter, ReplayPolicy(trace), verifier=verifier, layout=layout, guidance=2.0, graphs=graphs
         )
         assert [step.accepted for step in steps] == accepted
         assert histories[0].done
-        ends = histories[0].tokens[toy_models.ROW_ENDS.start :][
-            toy_models.ROW_ENDS.width :: toy_models.ROW_ENDS.row_stride
-        ]
-        assert set(ends.tolist()) == {toy_models.ROW_ENDS.row_end}, "row ends keep their token"
+        row_ends = histories[0].tokens[layout.start :][layout.width :: layout.row_stride]
+        assert set(row_ends.tolist()) == {layout.row_end}, "row ends keep their token"
 
 
 def test_traces_survive_saving(tmp_path: Path) -> None:
-    trace, _ = recorded()
+    trace, _ = record_trace()
     trace.save(tmp_path / "trace.json")
     again = Trace.load(tmp_path / "trace.json")
     assert again == trace
@@ -175,7 +170,7 @@ def test_transformers_baseline_of_every_family(name: str, expected: str) -> None
 
 
 def test_gpu_session_with_a_toy_model(tmp_path: Path) -> None:
-    """The command for a machine with a GPU, with a toy model: every part is on disk in the end."""
+    """The script for a machine with a GPU, with a toy model: every part is saved."""
     root = Path(__file__).parent.parent.parent
     words = [sys.executable, "benchmarks/gpu_session.py", str(tmp_path), "--tiny", "--only", "anole-7b"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tests share the machine
@@ -187,37 +182,7 @@ def test_gpu_session_with_a_toy_model(tmp_path: Path) -> None:
     assert "transformers" in record
 
 
-def test_costs_of_captured_passes_are_measured_once_and_stored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    of, file = toy_models.target(), tmp_path / "costs.json"
-    graphs = GraphCache(capture=EagerPass, span_multiple=64)
-    workload = Workload(
-        ("toy",), of, toy_models.eagle(of), toy_models.prompts(1), Sampler(toy_models.PLAIN, (0,)), 2.0, graphs
-    )
-    costs = load_or_measure_costs(workload, file)
-    assert [record.message for record in caplog.records if str(file) in record.message], "the log names the file"
-    assert [size for size, _ in costs.curve] == [1, 8, 16, 32, 64, 128]
-    assert [width for width, _ in costs.levels] == [1, 4, 12]
-    assert all(spent > 0 for _, spent in costs.curve)
-    assert read_costs(workload.name, file) == load_or_measure_costs(workload, file) == costs
-    assert read_costs(replace(workload, key=("other",)).name, file) is None
-
-
 def test_fastest_attention_backend() -> None:
     times = {"compiled, sdpa": {"1": 5.0, "64": 6.0}, "compiled, tree": {"1": 4.0, "64": 6.5}}
     assert fastest_attention(times) == "tree"
     assert fastest_attention({**times, "compiled, tree": {"error": "no triton"}}) == "sdpa"
-
-
-@pytest.mark.parametrize(
-    ("plain", "level", "large", "deepest", "nodes"),
-    [(4.8, 0.41, 5.9, 6, 64), (0.9, 0.26, 1.4, 3, 16), (4.8, 0.1, 5.9, 10, 64), (1.0, 0.9, 1.1, 1, 64)],
-)
-def test_tree_size_follows_from_costs(plain: float, level: float, large: float, deepest: int, nodes: int) -> None:
-    """A level takes less of a plain pass than its chance to be reached, 0.7 to the power of its depth."""
-    costs = PassCosts(plain, plain, 0.0, level, ((1, plain), (16, plain), (64, large)), ((1, level), (12, level)))
-    policy = tree_within_budget(costs)
-    assert isinstance(policy, Adjacency)
-    assert (policy.d_max, policy.nodes) == (deepest, nodes)
-    assert policy.d_min <= policy.depth <= policy.d_max

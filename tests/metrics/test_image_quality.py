@@ -76,8 +76,8 @@ def brute_force(real: torch.Tensor, generated: torch.Tensor, nearest: int) -> tu
 
 def test_precision_and_recall_against_brute_force() -> None:
     real, generated = features(20, 3), features(15, 3, 0.8)
-    found = precision_recall(real, generated)
-    assert found == brute_force(real, generated, 3) and 0 < found[0] < 1
+    result = precision_recall(real, generated)
+    assert result == brute_force(real, generated, 3) and 0 < result[0] < 1
     assert precision_recall(real, real) == (1, 1) and precision_recall(real, real + 100) == (0, 0)
     with pytest.raises(ConfigError, match="more than 3 images"):
         precision_recall(real[:3], generated)
@@ -127,7 +127,7 @@ def tiny_inception(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TinyIncep
 
 
 def test_inception_metrics_of_folders(folders: Path, tmp_path: Path, tiny_inception: TinyInception) -> None:
-    done = call(
+    result = call(
         "evaluate",
         folders / "lantern",
         "--against",
@@ -138,15 +138,15 @@ def test_inception_metrics_of_folders(folders: Path, tmp_path: Path, tiny_incept
         tmp_path,
         "--json",
     )
-    assert done.code == 0, done.err
+    assert result.code == 0, result.err
     with torch.inference_mode():
         sides = []
         for name in ("plain", "lantern"):
             paths = [picture.path for picture in read_images(folders / name).values()]
             sides.append(torch.cat([tiny_inception(networks.read_tensor(path)[None])[0] for path in paths]))
-    assert done.record["fid"] == pytest.approx(fid(*sides), abs=1e-3)
-    assert tuple(done.record["pr"].values()) == tuple(round(v, 4) for v in precision_recall(*sides))
-    assert done.record["is"]["mean"] == pytest.approx(inception_score(sides[1] * 3)[0], abs=1e-3)
+    assert result.record["fid"] == pytest.approx(fid(*sides), abs=1e-3)
+    assert tuple(result.record["pr"].values()) == tuple(round(v, 4) for v in precision_recall(*sides))
+    assert result.record["is"]["mean"] == pytest.approx(inception_score(sides[1] * 3)[0], abs=1e-3)
 
 
 def tiny_clip(folder: Path) -> Path:
@@ -178,19 +178,19 @@ def test_clip_and_aesthetic_of_a_folder(folders: Path, tmp_path: Path) -> None:
     torch.save(
         {f"layers.0.{key}": value for key, value in layer.state_dict().items()}, tmp_path / WEIGHTS["aesthetic"].name
     )
-    done = call("evaluate", folders / "plain", "--metrics", "clip,aesthetic", "--weights", tmp_path, "--json")
-    assert done.code == 0, done.err
+    result = call("evaluate", folders / "plain", "--metrics", "clip,aesthetic", "--weights", tmp_path, "--json")
+    assert result.code == 0, result.err
     model, images = CLIPModel.from_pretrained(path).eval(), CLIPImageProcessor.from_pretrained(path)
     words = CLIPTokenizer.from_pretrained(path)
-    scores, tastes = [], []
+    clip_scores, aesthetics = [], []
     for picture in read_images(folders / "plain").values():
-        given = images(images=[read_pixels(picture.path)], return_tensors="pt")
+        inputs = images(images=[read_pixels(picture.path)], return_tensors="pt")
         with torch.inference_mode():
-            out = model(**given, **words([picture.prompt], return_tensors="pt"))
-            scores.append(max(0.0, 100 * float((out.image_embeds * out.text_embeds).sum())))
-            tastes.append(float(layer(out.image_embeds)))
-    assert done.record["clip"] == pytest.approx(np.mean(scores), abs=1e-3)
-    assert done.record["aesthetic"] == pytest.approx(np.mean(tastes), abs=1e-3)
+            out = model(**inputs, **words([picture.prompt], return_tensors="pt"))
+            clip_scores.append(max(0.0, 100 * float((out.image_embeds * out.text_embeds).sum())))
+            aesthetics.append(float(layer(out.image_embeds)))
+    assert result.record["clip"] == pytest.approx(np.mean(clip_scores), abs=1e-3)
+    assert result.record["aesthetic"] == pytest.approx(np.mean(aesthetics), abs=1e-3)
 
 
 def test_hps_pairs_every_image_with_its_prompt(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +204,8 @@ def test_hps_pairs_every_image_with_its_prompt(folders: Path, tmp_path: Path, mo
 
     monkeypatch.setattr(networks, "hps", lambda path: networks.TextImageEncoder(encode_images, encode_texts))
     (tmp_path / WEIGHTS["hps"].name).touch()
-    done = call("evaluate", folders / "plain", "--metrics", "hps", "--weights", tmp_path, "--json")
-    assert done.record["hps"] == 1.0, "every picture was scored with its own prompt"
+    result = call("evaluate", folders / "plain", "--metrics", "hps", "--weights", tmp_path, "--json")
+    assert result.record["hps"] == 1.0, "every picture was scored with its own prompt"
 
 
 @pytest.mark.parametrize("metric", ["fid", "is", "pr", "clip", "hps", "aesthetic"])
@@ -213,28 +213,28 @@ def test_missing_weights_are_named(metric: str, folders: Path, tmp_path: Path, m
     monkeypatch.delenv("UNDERDRAW_WEIGHTS", raising=False)
     words = ["evaluate", folders / "plain", "--against", folders / "exact", "--metrics", metric]
     for where in ([], ["--weights", tmp_path]):
-        done = call(*words, *where)
-        assert done.code == 2 and done.err.count("\n") == 1 and f"{metric} needs" in done.err
-        assert any(weight.name in done.err and weight.source in done.err for weight in WEIGHTS.values())
+        result = call(*words, *where)
+        assert result.code == 2 and result.err.count("\n") == 1 and f"{metric} needs" in result.err
+        assert any(weight.name in result.err and weight.source in result.err for weight in WEIGHTS.values())
 
 
 def test_damaged_weights_are_named(folders: Path, tmp_path: Path) -> None:
     """A folder that is no CLIP, a file that is cut off, and one with other tensors."""
-    clip, taste = tmp_path / WEIGHTS["clip"].name, tmp_path / WEIGHTS["aesthetic"].name
+    clip, aesthetic = tmp_path / WEIGHTS["clip"].name, tmp_path / WEIGHTS["aesthetic"].name
     clip.mkdir()
-    taste.write_bytes(b"half a file")
+    aesthetic.write_bytes(b"half a file")
 
-    def says() -> str:
-        done = call("evaluate", folders / "plain", "--metrics", "aesthetic", "--weights", tmp_path)
-        assert done.code == 2 and done.err.count("\n") == 1 and "download it again" in done.err
-        return done.err
+    def error() -> str:
+        result = call("evaluate", folders / "plain", "--metrics", "aesthetic", "--weights", tmp_path)
+        assert result.code == 2 and result.err.count("\n") == 1 and "download it again" in result.err
+        return result.err
 
-    assert str(clip) in says()
+    assert str(clip) in error()
     clip.rmdir()
     tiny_clip(clip)
-    assert str(taste) in says()
-    torch.save({"other": torch.zeros(3)}, taste)
-    assert str(taste) in says()
+    assert str(aesthetic) in error()
+    torch.save({"other": torch.zeros(3)}, aesthetic)
+    assert str(aesthetic) in error()
 
 
 def test_missing_packages_are_named(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,8 +242,8 @@ def test_missing_packages_are_named(folders: Path, tmp_path: Path, monkeypatch: 
         monkeypatch.setitem(__import__("sys").modules, module, None)
     for metric, key in (("is", "inception"), ("hps", "hps")):
         (tmp_path / WEIGHTS[key].name).touch()
-        done = call("evaluate", folders / "plain", "--metrics", metric, "--weights", tmp_path)
-        assert done.code == 2 and "pip install 'underdraw[evaluate]'" in done.err
+        result = call("evaluate", folders / "plain", "--metrics", metric, "--weights", tmp_path)
+        assert result.code == 2 and "pip install 'underdraw[evaluate]'" in result.err
 
 
 @pytest.mark.parametrize(
@@ -256,5 +256,5 @@ def test_missing_packages_are_named(folders: Path, tmp_path: Path, monkeypatch: 
     ],
 )
 def test_bad_option_prints_one_line(words: str, message: str, folders: Path, tmp_path: Path) -> None:
-    done = call("evaluate", *words.format(plain=folders / "plain", here=tmp_path).split())
-    assert done.code == 2 and message in done.err and done.err.count("\n") == 1
+    result = call("evaluate", *words.format(plain=folders / "plain", here=tmp_path).split())
+    assert result.code == 2 and message in result.err and result.err.count("\n") == 1

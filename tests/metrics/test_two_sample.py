@@ -52,11 +52,11 @@ def test_the_statistic_against_a_double_loop(paired: bool) -> None:
 def test_p_values_of_equal_distributions_are_uniform(paired: bool) -> None:
     from scipy import stats
 
-    found = [
+    p_values = [
         two_sample(make_codes(8, 2 * seed), make_codes(8, 2 * seed + 1), paired=paired, permutations=99).p_value
         for seed in range(60)
     ]
-    assert stats.kstest(found, "uniform").pvalue > 0.001 and min(found) < 0.3 < max(found)
+    assert stats.kstest(p_values, "uniform").pvalue > 0.001 and min(p_values) < 0.3 < max(p_values)
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -65,8 +65,8 @@ def test_another_distribution_is_detected(paired: bool) -> None:
 
 
 def test_identical_images_have_distance_zero() -> None:
-    found = two_sample(make_codes(9, 0), make_codes(9, 0), paired=True)
-    assert found.statistic == pytest.approx(0, abs=1e-12) and found.p_value == 1
+    test = two_sample(make_codes(9, 0), make_codes(9, 0), paired=True)
+    assert test.statistic == pytest.approx(0, abs=1e-12) and test.p_value == 1
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_bad_inputs_are_refused(ours: np.ndarray, theirs: np.ndarray, message: s
 
 
 def evaluate(*words: object) -> Any:
-    done = call("evaluate", *words, "--json")
-    assert done.code == 0, done.err
-    return done.record
+    result = call("evaluate", *words, "--json")
+    assert result.code == 0, result.err
+    return result.record
 
 
 def test_exact_methods_pass_and_lantern_does_not(folders: Path) -> None:
@@ -95,8 +95,8 @@ def test_exact_methods_pass_and_lantern_does_not(folders: Path) -> None:
         same["exact"] == {"pictures": 40, "identical": 40, "rate": 1.0, "equal_codes": 1.0} and same["test"]["p"] == 1
     )
     for name in ("other", "rejection"):
-        found = evaluate(folders / name, "--against", folders / "plain")
-        assert found["exact"]["identical"] == 0 and found["test"]["p"] > 0.01, name
+        record = evaluate(folders / name, "--against", folders / "plain")
+        assert record["exact"]["identical"] == 0 and record["test"]["p"] > 0.01, name
     assert evaluate(folders / "lantern", "--against", folders / "plain")["test"]["p"] < 0.005
 
 
@@ -108,12 +108,12 @@ def test_images_are_paired_by_index(folders: Path, tmp_path: Path) -> None:
         (tmp_path / f"{place}.png").write_bytes((folders / "plain" / line["file"]).read_bytes())
         line["file"] = f"{place}.png"
     (tmp_path / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    found = evaluate(tmp_path, "--against", folders / "exact")
-    assert found["exact"]["rate"] == 1 and (found["joined"], found["only_here"], found["only_there"]) == (30, 0, 10)
+    record = evaluate(tmp_path, "--against", folders / "exact")
+    assert record["exact"]["rate"] == 1 and (record["joined"], record["only_here"], record["only_there"]) == (30, 0, 10)
     kept[3]["index"], kept[4]["index"] = kept[4]["index"], kept[3]["index"]
     (tmp_path / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    done = call("evaluate", tmp_path, "--against", folders / "exact")
-    assert done.code == 2 and "compare folders of the same prompts" in done.err
+    result = call("evaluate", tmp_path, "--against", folders / "exact")
+    assert result.code == 2 and "compare folders of the same prompts" in result.err
 
 
 def damage(row: dict[str, Any], **values: Any) -> str:
@@ -139,13 +139,13 @@ def test_damaged_manifests_are_refused(text: Any, message: str, folders: Path, t
     row = json.loads((folders / "plain" / "manifest.jsonl").read_text().splitlines()[0])
     (tmp_path / row["file"]).write_bytes((folders / "plain" / row["file"]).read_bytes())
     (tmp_path / "manifest.jsonl").write_text(text(row))
-    done = call("evaluate", tmp_path, "--against", folders / "exact", "--metrics", "test")
-    assert done.code == 2 and message in done.err and done.err.count("\n") == 1
+    result = call("evaluate", tmp_path, "--against", folders / "exact", "--metrics", "test")
+    assert result.code == 2 and message in result.err and result.err.count("\n") == 1
 
 
 def test_output_for_people(folders: Path) -> None:
-    done = call("evaluate", folders / "exact", "--against", folders / "plain")
-    assert "identical images: 40 of 40, 100.00 % of codes equal" in done.out and "no difference" in done.out
+    result = call("evaluate", folders / "exact", "--against", folders / "plain")
+    assert "identical images: 40 of 40, 100.00 % of codes equal" in result.out and "no difference" in result.out
 
 
 def test_single_image_is_compared_exactly(folders: Path, tmp_path: Path) -> None:

@@ -14,17 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from underdraw.tokenizers.blocks import (
-    BlockStyle,
-    Codebook,
-    CodebookTokenizer,
-    MiddleBlock,
-    group_norm,
-    resolution_levels,
-    run_decoder_levels,
-    run_encoder_levels,
-    swish,
-)
+from underdraw.tokenizers import blocks
+from underdraw.tokenizers.blocks import BlockStyle, Codebook, CodebookTokenizer, MiddleBlock, swish
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,7 @@ class VideoVQArch:
 
     @property
     def encoder_style(self) -> BlockStyle:
-        norm = group_norm(self.groups)
+        norm = blocks.group_norm(self.groups)
         return BlockStyle(norm, DenseAttention, norm)
 
     @property
@@ -135,7 +126,7 @@ class MoVQEncoder(nn.Module):
         self.frames = arch.frames
         style, lowest = arch.encoder_style, arch.widths[-1]
         self.conv_in = nn.Conv2d(3, arch.widths[0], 3, padding=1)
-        levels = resolution_levels(arch.widths, arch.blocks, style, arch.attention, up=False)
+        levels = blocks.resolution_levels(arch.widths, arch.blocks, style, arch.attention, up=False)
         self.down_block = nn.ModuleDict({"down": levels})
         self.middle_block = MiddleBlock(lowest, style)
         self.norm_out = style.norm(lowest)
@@ -145,7 +136,7 @@ class MoVQEncoder(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """(B, 3, H, W) -> (B, C, 1, H/f, W/f)."""
-        x = run_encoder_levels(self.down_block["down"].children(), self.conv_in(pixels))
+        x = blocks.run_encoder_levels(self.down_block["down"].children(), self.conv_in(pixels))
         x = self.conv_out(swish(self.norm_out(self.middle_block(x))))
         x = x[:, :, None].expand(-1, -1, self.frames, -1, -1)
         for conv in self.time_conv:
@@ -165,7 +156,7 @@ class MoVQDecoder(nn.Module):
         self.time_conv = nn.ModuleList(TimeResample(arch.latent, up=True) for _ in range(arch.time_resamples))
         self.conv_in = nn.Conv2d(arch.latent, lowest, 3, padding=1)
         self.middle_block = MiddleBlock(lowest, style)
-        levels = resolution_levels(arch.widths, arch.blocks + 1, style, arch.attention, up=True)
+        levels = blocks.resolution_levels(arch.widths, arch.blocks + 1, style, arch.attention, up=True)
         self.up_block = nn.ModuleDict({"up": levels})
         self.norm_out = style.norm(arch.widths[0])
         self.conv_out = nn.Conv2d(arch.widths[0], 3, 3, padding=1)
@@ -179,7 +170,7 @@ class MoVQDecoder(nn.Module):
             both = swish(conv(both))
         x, cells = both[:, :, 0].chunk(2)  # the first frame
         x = self.middle_block(self.conv_in(x), cells)
-        x = run_decoder_levels(self.up_block["up"].children(), x, cells)
+        x = blocks.run_decoder_levels(self.up_block["up"].children(), x, cells)
         return self.conv_out(swish(self.norm_out(x, cells)))
 
 

@@ -16,17 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underdraw.errors import CheckpointError
-from underdraw.tokenizers.blocks import (
-    BlockStyle,
-    Codebook,
-    CodebookTokenizer,
-    MiddleBlock,
-    group_norm,
-    resolution_levels,
-    run_decoder_levels,
-    run_encoder_levels,
-    swish,
-)
+from underdraw.tokenizers import blocks
+from underdraw.tokenizers.blocks import BlockStyle, Codebook, CodebookTokenizer, MiddleBlock, swish
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +45,7 @@ class VQArch:
 
     @property
     def style(self) -> BlockStyle:
-        return BlockStyle(group_norm(self.groups), lambda width: ConvAttention(width, self.groups))
+        return BlockStyle(blocks.group_norm(self.groups), lambda width: ConvAttention(width, self.groups))
 
     @classmethod
     def from_shapes(cls, shape: Callable[[str], torch.Size | None], *, unit_codes: bool) -> VQArch:
@@ -104,13 +95,13 @@ class VQGANEncoder(nn.Module):
         super().__init__()
         lowest = arch.widths[-1]
         self.conv_in = nn.Conv2d(3, arch.widths[0], 3, padding=1)
-        self.down = resolution_levels(arch.widths, arch.blocks, arch.style, arch.attention_levels, up=False)
+        self.down = blocks.resolution_levels(arch.widths, arch.blocks, arch.style, arch.attention_levels, up=False)
         self.mid = MiddleBlock(lowest, arch.style)
         self.norm_out = arch.style.norm(lowest)
         self.conv_out = nn.Conv2d(lowest, arch.latent, 3, padding=1)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        x = run_encoder_levels(self.down, self.conv_in(pixels))
+        x = blocks.run_encoder_levels(self.down, self.conv_in(pixels))
         return self.conv_out(swish(self.norm_out(self.mid(x))))
 
 
@@ -122,12 +113,12 @@ class VQGANDecoder(nn.Module):
         lowest = arch.widths[-1]
         self.conv_in = nn.Conv2d(arch.latent, lowest, 3, padding=1)
         self.mid = MiddleBlock(lowest, arch.style)
-        self.up = resolution_levels(arch.widths, arch.blocks + 1, arch.style, arch.attention_levels, up=True)
+        self.up = blocks.resolution_levels(arch.widths, arch.blocks + 1, arch.style, arch.attention_levels, up=True)
         self.norm_out = arch.style.norm(arch.widths[0])
         self.conv_out = nn.Conv2d(arch.widths[0], 3, 3, padding=1)
 
     def forward(self, latents: Tensor) -> Tensor:
-        x = run_decoder_levels(self.up, self.mid(self.conv_in(latents)))
+        x = blocks.run_decoder_levels(self.up, self.mid(self.conv_in(latents)))
         return self.conv_out(swish(self.norm_out(x)))
 
 

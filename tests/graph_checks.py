@@ -9,19 +9,21 @@ import toy_models
 
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.jacobi_tree import JacobiTree
 from underdraw.drafters.neighbour import Neighbour
 from underdraw.drafters.small_model import SmallModel
 from underdraw.engine.cuda_graphs import GraphCache, GraphRunner
 from underdraw.nn.target import DecoderTarget
 from underdraw.registry import policies
 
-DRAFTERS = ("forced", "eagle", "eagle-above", "block", "model", "jacobi", "neighbour")
+DRAFTERS = ("forced", "eagle", "eagle-above", "block", "model", "jacobi", "jacobi-tree", "neighbour")
 POLICIES = (
     "none",
     "chain:depth=4",
     "static:shape=mc_sim_7b_63",
     "confidence:depth=3,top_k=4,nodes=12",
     "adjacency:init=both,nodes=24",
+    "trunk:nodes=16",
 )
 LAYOUTS = {"plain": toy_models.PLAIN, "row-ends": toy_models.ROW_ENDS}
 BATCHES = {"one": (5,), "four": (7, 8, 9, 10)}
@@ -41,6 +43,7 @@ def make_drafter(name: str, target: DecoderTarget) -> Any:
         "block": lambda: toy_models.block(target),
         "model": lambda: SmallModel(target),
         "jacobi": lambda: Jacobi(),
+        "jacobi-tree": lambda: JacobiTree(),
         "neighbour": lambda: Neighbour(),
     }[name]()
 

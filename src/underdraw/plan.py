@@ -94,13 +94,18 @@ class TreePlan:
             return TreePlan.from_shape([p for p, d in zip(self.shape, depths, strict=True) if d <= depth])
         return TreePlan(depth, self.width, self.branch, self.nodes, min_probability=self.min_probability)
 
-    def bucketed(self) -> TreePlan:
-        """A plan at least as large, one of few: CUDA graphs are captured for these. Depth stays, since levels cost."""
+    def bucketed(self, *, is_depth_free: bool = False) -> TreePlan:
+        """A plan at least as large, one of few: CUDA graphs are captured for these.
+
+        The depth stays, since levels cost, unless it `is_depth_free`: then it becomes one less than a bucket size.
+        """
         if self.shape is not None or self.depth == 0:
             return self
+        depth = bucket_size(self.depth + 1) - 1 if is_depth_free else self.depth
         width, branch = (count if count < 3 else -(-count // 4) * 4 for count in (self.width, self.branch))
-        width = width if self.depth * width <= MAX_EXPANDED else self.width
-        return TreePlan(self.depth, width, branch, bucket_size(self.nodes), min_probability=self.min_probability)
+        if depth * width > MAX_EXPANDED:
+            width = min(self.width, MAX_EXPANDED // depth)
+        return TreePlan(depth, width, branch, bucket_size(self.nodes), min_probability=self.min_probability)
 
     def with_fixed_shape(self) -> TreePlan:
         """A plan of the same size with a fixed shape, for proposals whose shape must not depend on drafted tokens."""

@@ -132,8 +132,11 @@ class Drafter(Protocol):
     """The small model, or anything else that can propose tokens: immutable weights, shared by all sessions."""
 
     @property
-    def proposes(self) -> Literal["chain", "tree"]:
-        """Whether branches of a plan are used, or only its depth."""
+    def proposes(self) -> Literal["chain", "trunk", "tree"]:
+        """What is drafted from a plan: a chain of its depth, a trunk of its depth with branches, or a tree of levels.
+
+        Only the levels of a tree are drafted one after another; to the others depth costs nothing.
+        """
         ...
 
     def open(

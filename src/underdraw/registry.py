@@ -129,6 +129,7 @@ policies: Registry[Any] = Registry(
         "confidence": "underdraw.policies.confidence:Confidence",
         "adjacency": "underdraw.policies.adjacency:Adjacency",
         "cost": "underdraw.policies.cost:Cost",
+        "trunk": "underdraw.policies.trunk:Trunk",
     },
 )
 verifiers: Registry[Any] = Registry(
@@ -143,6 +144,7 @@ drafters: Registry[Any] = Registry(
     "drafter",
     {
         "jacobi": "underdraw.drafters.jacobi:Jacobi",
+        "jacobi-tree": "underdraw.drafters.jacobi_tree:JacobiTree",
         "neighbour": "underdraw.drafters.neighbour:Neighbour",
         "forced": "underdraw.drafters.forced:Forced",
     },

@@ -15,6 +15,7 @@ from replay_tape import SYNCHRONISING
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.jacobi_tree import JacobiTree
 from underdraw.drafters.neighbour import Neighbour
 from underdraw.drafters.small_model import SmallModel
 from underdraw.nn.row_invariant import padded_rows
@@ -50,6 +51,7 @@ def drafters() -> dict[str, Any]:
         "block": toy_models.block(target),
         "model": SmallModel(target),
         "jacobi": Jacobi(),
+        "jacobi-tree": JacobiTree(),
         "neighbour": Neighbour(),
     }
 
@@ -60,6 +62,7 @@ CASES = [
         for name in drafters()
         for policy in ("static", "confidence", "adjacency:init=both")
     ),
+    ("jacobi-tree", "trunk:nodes=16", "exact", "skip"),
     ("eagle", "static", "rejection", "skip"),
     ("eagle", "confidence", "lantern", "skip"),
     ("eagle", "confidence", "exact", "keep"),

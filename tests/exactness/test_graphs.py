@@ -185,6 +185,20 @@ def test_compiled_passes_equal_plain() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("name", ["jacobi", "jacobi-tree"])
+def test_trunks_of_many_lengths_share_few_graphs(name: str) -> None:
+    """The depth of a chain or a trunk costs nothing, so graphs are captured for bucketed depths only."""
+    target, cache = toy_models.target(), tape_cache()
+    drafter, policy = graph_checks.make_drafter(name, target), policies.build("trunk:nodes=16,init=random,shortest=1")
+    depths = set()
+    for seed in range(4):
+        tokens, _, steps = toy_models.run_decode(target, drafter, policy, graphs=cache, seeds=(seed,))
+        assert torch.equal(tokens, toy_models.plain_tokens(target, seeds=(seed,)))
+        depths |= {step.plan.depth for step in steps}
+    assert len(depths) > 6
+    assert {key[0].depth for runner in cache.runners.values() for key in runner.passes} <= {1, 3, 7, 15}
+
+
 def test_prompts_are_not_compiled() -> None:
     """Prompts have many lengths, and compiling takes seconds."""
     target, sizes = toy_models.target(), set()
@@ -213,6 +227,10 @@ def test_bucketed_plans_are_few() -> None:
             assert bucket_size(larger.nodes) == bucket_size(plan.nodes)
             bucketed.add(larger)
     assert len(bucketed) <= 60
+    free = {TreePlan(depth, 2, 8, 64).bucketed(is_depth_free=True) for depth in range(12, 60)}
+    assert free == {TreePlan(depth, 2, 8, 64) for depth in (15, 31, 63)}
+    deepest = TreePlan(64, 4, 8, 128).bucketed(is_depth_free=True)
+    assert deepest == TreePlan(127, 2, 8, 128), "the width is lowered to what a plan may expand"
     assert [bucket_size(count) for count in (1, 3, 9, 65, MAX_NODES)] == [1, 4, 16, 128, 128]
     with pytest.raises(ConfigError):
         TreePlan(2, 1, 1, MAX_NODES + 1)

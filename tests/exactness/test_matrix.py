@@ -16,6 +16,7 @@ import torch
 import toy_models
 
 from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.jacobi_tree import JacobiTree
 from underdraw.drafters.neighbour import Neighbour
 from underdraw.drafters.small_model import SmallModel
 from underdraw.registry import policies
@@ -33,6 +34,8 @@ POLICIES = (
     "adjacency:init=both,nodes=40,l_d=2",
     "cost:node=0.4,depth=5",
     "cost:plain=2,base=6,node=0.5,retry=3,nodes=24",
+    "trunk:nodes=16",
+    "trunk:nodes=40,init=both,rule=paper",
 )
 DRAFTERS = (
     "eagle",
@@ -45,6 +48,8 @@ DRAFTERS = (
     "jacobi-left",
     "jacobi-above",
     "jacobi-random",
+    "jacobi-tree",
+    "jacobi-tree-narrow",
     "neighbour",
 )
 TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
@@ -73,6 +78,8 @@ def drafter(name: str) -> Any:
         "jacobi-left": lambda: Jacobi(init="left"),
         "jacobi-above": lambda: Jacobi(window=6),
         "jacobi-random": lambda: Jacobi(init="random"),
+        "jacobi-tree": lambda: JacobiTree(),
+        "jacobi-tree-narrow": lambda: JacobiTree(ranks=2),
         "neighbour": lambda: Neighbour(),
     }[name]()
 

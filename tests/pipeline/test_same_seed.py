@@ -46,7 +46,7 @@ def test_policy_alone_and_in_a_batch(pipe: Pipeline, expected: list[bytes], temp
     assert [image.tobytes() for image in batch.images] == expected
 
 
-@pytest.mark.parametrize("drafter", ["jacobi", "neighbour", "forced"])
+@pytest.mark.parametrize("drafter", ["jacobi", "jacobi-tree", "neighbour", "forced"])
 def test_drafter(small_model: Path, expected: list[bytes], temperature: float, drafter: str) -> None:
     pipe = Pipeline.from_pretrained(small_model, drafter=drafter, tree="confidence:depth=3,top_k=4,nodes=12")
     batch = pipe(list(PROMPTS), seed=20, temperature=temperature)

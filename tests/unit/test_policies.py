@@ -24,6 +24,7 @@ from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.confidence import Confidence
 from underdraw.policies.cost import Cost
 from underdraw.policies.fixed import Chain, NoTree
+from underdraw.policies.trunk import Trunk
 from underdraw.registry import policies
 from underdraw.verifiers.exact import Exact
 
@@ -40,6 +41,10 @@ SPECS = (
     "adjacency:init=random",
     "cost",
     "cost:plain=5,base=20",
+    "trunk",
+    "trunk:init=both,nodes=24",
+    "trunk:init=random,nodes=8",
+    "trunk:rule=paper,init=left",
 )
 
 
@@ -275,7 +280,8 @@ def test_acceptance_rate_is_accepted_over_depth(record: tuple[int, int, int], ac
 
 @pytest.mark.parametrize(
     "module", ["underdraw", "underdraw.history", "underdraw.policies.adjacency", "underdraw.policies.confidence",
-               "underdraw.policies.fixed", "underdraw.registry", "underdraw.layout", "underdraw.plan"],
+               "underdraw.policies.fixed", "underdraw.policies.trunk", "underdraw.registry", "underdraw.layout",
+               "underdraw.plan"],
 )  # fmt: skip
 def test_imports_without_torch(module: str) -> None:
     """Policies and records never import torch, and `import underdraw` stays fast."""
@@ -314,3 +320,62 @@ def test_cost_skips_trees_that_do_not_pay_and_retries() -> None:
 def test_cost_rejects_invalid_options(option: str) -> None:
     with pytest.raises(ConfigError):
         policies.build(f"cost:{option}")
+
+
+WIDE = Layout(4, 24, range(4, 12))
+
+
+def trunk_history(accepted: dict[int, int], depth: int = 40) -> History:
+    """A history in which trees with a trunk of `depth` nodes filled some steps and accepted so many of them."""
+    history = History(WIDE)
+    for step, count in accepted.items():
+        history.pass_index[step], history.depth[step], history.accepted[step] = 0, depth, count
+    return history
+
+
+def test_trunk_follows_the_mean_accepted_length_of_its_neighbourhood() -> None:
+    """The root is step 50, the next cell 51, the cell above that 27."""
+    history = trunk_history({26: 60, **dict.fromkeys(range(27, 39), 2), **dict.fromkeys(range(39, 51), 6)})
+    lengths = {
+        init: Trunk(init=init, base=12, slope=4).plan(history, 50).depth  # type: ignore[arg-type]
+        for init in ("above", "left", "above-right", "both", "previous")
+    }
+    assert lengths == {"above": 12 + 4 * 4, "left": 36, "above-right": 20, "both": 28, "previous": 36}
+    assert Trunk(init="above", base=1, slope=0).plan(history, 50).depth == 12, "not shorter than the shortest"
+    assert Trunk(init="above", base=99, slope=0).plan(history, 50).depth == 59, "not longer than the longest"
+    assert Trunk(init="above", base=99, longest=30).plan(history, 50) == TreePlan(30, 2, 8, 64)
+
+
+def test_trunk_without_neighbours_has_its_first_length() -> None:
+    assert {Trunk(init=init).plan(History(WIDE), 0).depth for init in ("above", "left", "both", "fixed")} == {40}  # type: ignore[arg-type]
+    assert Trunk(init="fixed", base=24).plan(trunk_history(dict.fromkeys(range(1, 50), 30)), 49).depth == 24
+    lengths = {Trunk(init="random").plan(History(WIDE, seed=seed), 3).depth for seed in range(200)}
+    assert min(lengths) >= 12 and max(lengths) <= 59 and len(lengths) > 20
+
+
+def test_trunk_by_the_rule_of_the_paper_is_deeper_and_narrower_after_success() -> None:
+    policy = Trunk(rule="paper", init="previous", beta=0.2, step=4, shortest=12, longest=59)
+    success, failure = trunk_history({50: 8}), trunk_history({50: 7})
+    assert policy.plan(success, 50) == TreePlan(44, 2, 4, 64)
+    assert policy.plan(failure, 50) == TreePlan(36, 2, 5, 64)
+    assert policy.plan(trunk_history({50: 59}, depth=59), 50) == TreePlan(59, 2, 2, 64)
+    assert policy.plan(trunk_history({50: 0}, depth=12), 50) == TreePlan(12, 2, 8, 64)
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8, 16, 24, 32, 64, 100, 128])
+@pytest.mark.parametrize("rule", ["linear", "paper"])
+def test_trunk_defaults_suit_every_number_of_nodes(nodes: int, rule: str) -> None:
+    for accepted in (0, 5, 60):
+        plan = policies.build(f"trunk:nodes={nodes},rule={rule}").plan(trunk_history({50: accepted}), 50)
+        assert 1 <= plan.depth < nodes
+        assert plan.nodes == nodes or (plan.depth < 3 and plan.branch == 8)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["nodes=1", "nodes=129", "shortest=0", "shortest=20,longest=10", "longest=64", "base=-1", "slope=nan", "beta=-0.1",
+     "step=0", "ranks=0"],
+)  # fmt: skip
+def test_trunk_refuses_impossible_options(wrong: str) -> None:
+    with pytest.raises(ConfigError):
+        policies.build(f"trunk:{wrong}")

@@ -10,6 +10,7 @@ import toy_models
 
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.jacobi_tree import JacobiTree
 from underdraw.drafters.neighbour import Neighbour
 from underdraw.drafters.small_model import SmallModel
 from underdraw.protocols import (
@@ -30,6 +31,7 @@ DRAFTERS: dict[str, tuple[Any, str]] = {
     "small_model": (SmallModel(TARGET), "tree"),
     "neighbour": (Neighbour(), "tree"),
     "jacobi": (Jacobi(), "chain"),
+    "jacobi_tree": (JacobiTree(), "trunk"),
     "forced": (Forced(), "chain"),
 }
 

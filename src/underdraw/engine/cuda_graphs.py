@@ -177,7 +177,9 @@ class GraphCache:
         if not isinstance(session, DecoderSession) or not isinstance(draft, CapturableDraft):
             self._warn_eager(drafter if isinstance(session, DecoderSession) else target)
             return StepRunner(session, draft, verifier, sampler, proposal, token_stats)
-        self.runners[key] = GraphRunner(self, session, draft, verifier, sampler.copy(), proposal, token_stats)
+        self.runners[key] = GraphRunner(
+            self, session, draft, verifier, sampler.copy(), proposal, token_stats, drafter.proposes != "tree"
+        )
         return self.runners[key]
 
     def _warn_eager(self, part: Target | Drafter) -> None:
@@ -203,9 +205,10 @@ class GraphRunner(StepRunner):
         sampler: Sampler,
         proposal: Proposal,
         token_stats: TokenStatsMode,
+        is_depth_free: bool,
     ) -> None:
         super().__init__(session, draft, verifier, sampler, proposal, token_stats)
-        self.graphs, self.target, self.draft_session = graphs, session, draft
+        self.graphs, self.target, self.draft_session, self.is_depth_free = graphs, session, draft, is_depth_free
         self.noise_streams: tuple[NoiseStream, ...] = (
             ("target", "draft", "accept") if proposal == "sampled" else ("target", "accept")
         )
@@ -237,7 +240,7 @@ class GraphRunner(StepRunner):
             plan = covering_plan([p for p, is_active in zip(plans, active, strict=True) if is_active])
         else:
             plan = covering_plan([p for p, is_active in zip(requested_plans, active, strict=True) if is_active])
-            plan = plan.bucketed()
+            plan = plan.bucketed(is_depth_free=self.is_depth_free)
         bucket = bucket_size(max(plan.nodes, self.graphs.min_bucket))
         config = PassConfig(
             plan, bucket, self.proposal, self.span_multiple, self.graphs.layer_functions, self.graphs.attention_backend

@@ -1,0 +1,234 @@
+"""Jacobi trees: draft trees over the target's own logits of earlier passes; no training, no weights, any model.
+
+Every pass leaves logits at the nodes after the accepted path. Their context was partly wrong, but with the shared noise
+their best tokens are good candidates for the same steps in the next pass (see `jacobi`, which drafts a chain of them).
+Here each step keeps its best few candidates. The tree is a trunk of first candidates, long because guesses far ahead
+become right by being verified in several passes, and branches where the acceptance probabilities are highest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from underdraw.constants import arange_cached, constant
+from underdraw.drafters.online_calibration import MAX_RANKS, OnlineCalibration
+from underdraw.drafters.trunk_tree import grow_trunk_tree
+from underdraw.errors import ConfigError
+from underdraw.layout import Layout
+from underdraw.plan import MAX_NODES, TreeShape
+from underdraw.protocols import CapturableDraft, DraftRequest, PrefillOutput, Prompt, VerifiedStep
+from underdraw.sampling import fast_topk
+from underdraw.tree import DraftTree, ancestor_mask, root_only
+
+_LARGE = 1e30  # stands for infinite logits; sums of a few stay finite
+_IMPOSSIBLE = 1e20  # a gap that only infinite logits leave
+
+
+@dataclass(frozen=True, slots=True)
+class JacobiTree:
+    """The best `ranks` candidates of every step are kept; a plan's depth is the length of the trunk."""
+
+    proposes: ClassVar[Literal["trunk"]] = "trunk"
+
+    ranks: int = MAX_RANKS
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise ConfigError(f"jacobi-tree:ranks={self.ranks} is impossible; use 1 to {MAX_RANKS}.")
+
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+    ) -> JacobiTreeSession:
+        return JacobiTreeSession(min(self.ranks, layout.vocab_size), layout, len(prompts), prefill.logits.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """The candidates that the last trees were grown from."""
+
+    steps: Tensor  # (B,) of the roots
+    tokens: Tensor  # (B, D, k) of depths 1 to D
+    gaps: Tensor  # (B, D, k)
+    prior: Tensor  # (B, D, k + 1) log probabilities of the calibration
+    buckets: Tensor  # (B, D) of the calibration
+    is_forced: Tensor | None  # (B, D) row ends, in layouts that have them
+
+
+class JacobiTreeSession(CapturableDraft):
+    """Candidates of every step of B images."""
+
+    def __init__(self, ranks: int, layout: Layout, batch: int, device: torch.device) -> None:
+        self.ranks, self.layout = ranks, layout
+        room = layout.steps + MAX_NODES + layout.row_stride  # trees and the rows below them may end past the last step
+        # Best first. Where nothing was verified yet the first is -1; of a committed step the first is its token.
+        self.candidates = torch.full((batch, room, ranks), -1, dtype=torch.int64, device=device)
+        # How far each candidate's score is behind the best one's; inf where there is no such candidate.
+        self.gaps = torch.full((batch, room, ranks), torch.inf, device=device)
+        self.gaps[..., 0] = 0.0
+        self.calibration = OnlineCalibration(ranks, device)
+        self._row_start = torch.arange(0, batch * room, room, device=device)[:, None]  # of each image in flat tables
+        self._drafted: _Drafted | None = None
+
+    def restart(self, prompts: Sequence[Prompt], prefill: PrefillOutput) -> bool:
+        if len(prompts) != self.candidates.shape[0]:
+            return False
+        self.candidates.fill_(-1)
+        self.gaps.fill_(torch.inf)
+        self.gaps[..., 0] = 0.0
+        self.calibration.restart()
+        return True
+
+    def draft(self, request: DraftRequest) -> DraftTree:
+        if request.proposal != "coupled":
+            raise ConfigError(
+                f"the drafter jacobi-tree cannot draft for the {request.proposal!r} proposal; use the exact verifier "
+                "with the 'coupled' proposal, or the drafter jacobi."
+            )
+        plan, limits, layout = request.plan, request.limits, self.layout
+        self.candidates[..., 0].scatter_(1, request.steps[:, None], request.root[:, None])
+        steps = request.steps[:, None] + 1 + arange_cached(plan.depth, request.root.device)  # (B, D)
+        rows = (steps + self._row_start).flatten()
+        shape = (*steps.shape, self.ranks)
+        tokens = self.candidates.flatten(0, 1).index_select(0, rows).view(shape)
+        gaps = self.gaps.flatten(0, 1).index_select(0, rows).view(shape)
+        tokens = torch.cat([self._first_candidates(request, steps)[..., None], tokens[..., 1:]], dim=-1)
+        is_forced = None if layout.row_end is None else layout.is_row_end(steps)
+        buckets = self.calibration.gap_buckets(gaps)
+        prior = self.calibration.prior(gaps, is_forced)
+        self._drafted = _Drafted(request.steps, tokens, gaps, prior, buckets, is_forced)
+        if plan.depth == 0:
+            return root_only(request.root)
+        if plan.shape is not None:
+            return self._fill_shape(request, plan.shape, tokens, gaps)
+        branch = min(plan.branch, self.ranks)
+        tokens, log_probs = tokens[..., :branch].contiguous(), self.calibration.correct(prior, buckets)[..., :branch]
+        if limits is None:
+            trunk, nodes = torch.full_like(request.root, plan.depth), torch.full_like(request.root, plan.nodes)
+        else:
+            trunk, nodes = limits.depth, limits.nodes
+            is_beyond = arange_cached(branch, trunk.device) >= limits.branch[:, None].clamp(min=1)
+            log_probs = log_probs.masked_fill(is_beyond[:, None], -torch.inf)
+        return grow_trunk_tree(
+            request.root, tokens, log_probs, plan.nodes, trunk=trunk, nodes=nodes, min_probability=plan.min_probability
+        )
+
+    def _first_candidates(self, request: DraftRequest, steps: Tensor) -> Tensor:
+        """The first candidate of each step (B, D): verified before, else the one above, else the one to the left."""
+        layout, stride, (batch, depth) = self.layout, self.layout.row_stride, steps.shape
+        rows = 1 + -(-depth // stride)
+        # Steps from one row above the tree's first step on, as (rows, stride): a column is a column of the picture.
+        window = request.steps[:, None] + 1 - stride + arange_cached(rows * stride, steps.device)
+        tokens = self.candidates[..., 0].gather(1, window.clamp(min=0))
+        tokens = torch.where(window < layout.start, -1, tokens).view(batch, rows, stride)
+        source = torch.where(tokens >= 0, arange_cached(rows, steps.device)[:, None], 0).cummax(1).values
+        tokens = tokens.gather(1, source).flatten(1)[:, stride : stride + depth]
+        # In the first row nothing is above.
+        tokens = torch.cat([request.root[:, None], tokens], dim=1)
+        is_code = tokens >= 0 if layout.row_end is None else (tokens >= 0) & (tokens != layout.row_end)
+        source = torch.where(is_code, arange_cached(depth + 1, steps.device), 0).cummax(1).values
+        tokens = torch.where(tokens >= 0, tokens, tokens.gather(1, source))[:, 1:]
+        return tokens if layout.row_end is None else torch.where(layout.is_row_end(steps), layout.row_end, tokens)
+
+    def _fill_shape(self, request: DraftRequest, parents: tuple[int, ...], tokens: Tensor, gaps: Tensor) -> DraftTree:
+        """Trees of a fixed shape; nodes that have no candidate are padding, and so are their descendants."""
+        shape, batch, device = TreeShape.from_parents(parents), tokens.shape[0], tokens.device
+        depths, ranks, ups = (constant(v, torch.int64, device) for v in (shape.depths, shape.ranks, parents))
+        index = (depths - 1).clamp(min=0) * self.ranks + ranks.clamp(max=self.ranks - 1)
+        is_dead = (gaps.flatten(1)[:, index] == torch.inf) | (ranks >= self.ranks)
+        if request.limits is not None:
+            limits, order = request.limits, arange_cached(len(parents), device)
+            is_dead = is_dead | (depths > limits.depth[:, None]) | (order >= limits.nodes[:, None])
+            is_dead = is_dead | (ranks >= limits.branch[:, None].clamp(min=1))
+        ancestors = _shape_ancestors(parents, device)
+        is_dead = (ancestors[..., 1:] & is_dead[:, None, 1:]).any(-1)
+        drafted = torch.cat([request.root[:, None], tokens.flatten(1)[:, index[1:]]], dim=1)
+        return DraftTree(
+            torch.where(is_dead, request.root[:, None], drafted),
+            torch.where(is_dead, 0, ups),
+            torch.where(is_dead, -1, depths),
+            ancestors.expand(batch, -1, -1),
+            ranks.expand(batch, -1),
+            max(shape.ranks) + 1,
+        )
+
+    def commit(self, verified: VerifiedStep) -> None:
+        """Keep the target's best tokens at the nodes of each depth as the candidates of the step after them."""
+        assert self._drafted is not None, "trees are drafted before they are verified"
+        drafted, layout, counts = self._drafted, self.layout, verified.counts[:, None]
+        order = arange_cached(drafted.tokens.shape[1] + 1, counts.device)
+        chosen = _chosen_tokens(verified, len(order))
+        is_chosen = (drafted.tokens == chosen[:, :-1, None]) & (drafted.gaps < torch.inf)
+        is_observed = order[:-1] < counts
+        if drafted.is_forced is not None:
+            is_observed = is_observed & ~drafted.is_forced
+        self.calibration.observe(drafted.prior, drafted.buckets, is_chosen, is_observed)
+
+        indices, gaps, has_node = _candidates_by_depth(verified, len(order), self.ranks)
+        tokens = layout.token_ids(indices)
+        tokens[..., 0] = torch.where(order < counts, chosen, tokens[..., 0])
+        rows = (drafted.steps[:, None] + 1 + order + self._row_start).flatten()
+        keep = ~has_node.flatten()[:, None]
+        for table, new in ((self.candidates, tokens), (self.gaps, gaps)):
+            flat = table.flatten(0, 1)
+            flat.index_copy_(0, rows, torch.where(keep, flat.index_select(0, rows), new.flatten(0, 1)))
+
+
+@functools.cache  # unbounded: CUDA graphs keep reading these tensors
+def _shape_ancestors(parents: tuple[int, ...], device: torch.device) -> Tensor:
+    """The ancestor mask (1, N, N) of a fixed shape."""
+    depth = len(TreeShape.from_parents(parents).levels) - 1
+    return ancestor_mask(constant(parents, torch.int64, device)[None], depth)
+
+
+def _chosen_tokens(verified: VerifiedStep, count: int) -> Tensor:
+    """The target's tokens at the nodes of the accepted path, by depth (B, count); past its end the next token."""
+    path, length = verified.accepted_path.path, verified.accepted_path.length[:, None]
+    accepted = verified.tree.tokens.gather(1, path)[:, 1:]
+    accepted = functional.pad(accepted, (0, count - accepted.shape[1]))
+    return torch.where(arange_cached(count, path.device) < length, accepted, verified.accepted_path.next_token[:, None])
+
+
+def _candidates_by_depth(verified: VerifiedStep, count: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best vocabulary indices after the nodes of each depth (B, count, k), their gaps, and which depths have nodes.
+
+    Of the nodes of a depth, those count that share the longest path with the accepted tokens. The mean of their logits
+    is up to a constant the mean of their log probabilities, and better than the logits of any one of them.
+    """
+    tree, path, noise_window = verified.tree, verified.accepted_path.path, verified.noise_window
+    depths = arange_cached(count, path.device)
+    on_path = torch.zeros_like(tree.depths, dtype=torch.bool).scatter_(1, path, True)
+    shared = (tree.ancestors & on_path[:, None]).sum(-1)  # (B, N), at least 1: the root
+    shared = torch.where(tree.depths[:, None] == depths[:, None], shared[:, None], 0)  # (B, count, N)
+    is_averaged = shared == shared.amax(-1, keepdim=True).clamp(min=1)
+    logits = _average(verified.output.logits, is_averaged)
+    scores = noise_window.filtered_logits(logits, (depths + 1).expand(len(path), -1))
+    if noise_window.noise is not None:
+        scores = scores + noise_window.noise[:, :count]
+    values, indices = fast_topk(scores, ranks)
+    gaps = values[..., :1] - values
+    return indices, gaps.masked_fill(gaps > _IMPOSSIBLE, torch.inf), is_averaged.any(-1)
+
+
+def _average(logits: Tensor, is_averaged: Tensor) -> Tensor:
+    """The mean logits (B, D, K) of the nodes that `is_averaged` (B, D, N) marks, a node at most once; all finite."""
+    batch, depth, _ = is_averaged.shape
+    counts = is_averaged.sum(-1, keepdim=True).clamp(min=1)
+    if not logits.is_cpu:
+        return torch.bmm(is_averaged / counts, _finite(logits))  # finite before the product: 0 * inf is NaN
+    # A CPU adds N rows faster than it multiplies D * N of them.
+    index = 1 + arange_cached(batch * depth, logits.device).view(batch, depth, 1)
+    target_rows = (is_averaged * index).sum(1).flatten()  # (B * N,); row 0 is for nodes that do not count
+    total = logits.new_zeros(1 + batch * depth, logits.shape[-1]).index_add_(0, target_rows, logits.flatten(0, 1))
+    return _finite(total[1:].view(batch, depth, -1) / counts)
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """Large numbers for infinite ones; NaN becomes the least."""
+    return logits.nan_to_num(nan=-_LARGE, posinf=_LARGE, neginf=-_LARGE)

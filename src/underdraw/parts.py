@@ -161,17 +161,17 @@ class PipelineParts:
             if dtype is not None:
                 raise ConfigError(f"two dtypes were passed, {device} and {dtype}; pass a device and a dtype.")
             device, dtype = None, device
-        place = resolve_placement(self.device if device is None else device, self.dtype if dtype is None else dtype)
-        graphs = make_graph_cache(place.device, self.compile, self.model.target.numerics)
+        placement = resolve_placement(self.device if device is None else device, self.dtype if dtype is None else dtype)
+        graphs = make_graph_cache(placement.device, self.compile, self.model.target.numerics)
         for name, module in self.components.items():
             if name == "image_tokenizer":
-                module.to(place.device)  # stays float32
+                module.to(placement.device)  # stays float32
             else:
-                module.to(place.device, place.dtype)
+                module.to(placement.device, placement.dtype)
                 pack_weights(module)
         self.graphs, self._resolved_tree = graphs, self._tree  # costs differ between devices
         if isinstance(self._verifier, Lantern) and self._verifier.neighbours is not None:
-            neighbours = self._verifier.neighbours.to(place.device)
+            neighbours = self._verifier.neighbours.to(placement.device)
             self._verifier = dataclasses.replace(self._verifier, neighbours=neighbours)
         return self
 

@@ -87,14 +87,14 @@ class Pipeline(PipelineParts):
         "row-invariant" (the same seed gives the same image with every tree and batch) or "fastest". The hub options are
         `revision`, `token`, `cache_dir` and `local_files_only`.
         """
-        place = resolve_placement(device, dtype)
+        placement = resolve_placement(device, dtype)
         if torch_dtype is not None:
-            if dtype != "auto" and resolve_placement(device, torch_dtype) != place:
+            if dtype != "auto" and resolve_placement(device, torch_dtype) != placement:
                 raise ConfigError(f"dtype {dtype} and torch_dtype {torch_dtype} differ; pass one of them.")
-            place = resolve_placement(device, torch_dtype)
+            placement = resolve_placement(device, torch_dtype)
         _check_options("from_pretrained", hub_options, [field.name for field in dataclasses.fields(HubOptions)])
         checkpoint = open_checkpoint(model, HubOptions(**hub_options))
-        loaded = load_model(checkpoint, place)
+        loaded = load_model(checkpoint, placement)
         saved = read_saved_choices(checkpoint, loaded)
         return cls(
             loaded,
@@ -163,7 +163,7 @@ class Pipeline(PipelineParts):
         """Validate the arguments of a call and fill in the model's defaults.
 
         Image i has the seed `seed + i`, unless `seed` or `generator` is a list with one entry per image. A generator
-        stands for the seed it was made with.
+        stands for its initial seed.
         """
         defaults, prompts = self.model.defaults, expand_prompts(prompt, num_images_per_prompt)
         self.model.warn_unknown_words(prompts)
@@ -194,7 +194,7 @@ class Pipeline(PipelineParts):
         and top-1 probability of every cell for heat maps. `drafter` replaces the pipeline's for this call.
         """
         if output_type not in get_args(OutputType):
-            raise ConfigError(f"output_type {output_type!r} is not known; use pil, np, pt or codes.")
+            raise ConfigError(f"unknown output_type {output_type!r}; use pil, np, pt or codes.")
         histories = [History(self.model.make_layout(request.size)) for _ in request.prompts]
         self._interrupted = False
         try:
@@ -315,7 +315,15 @@ class Pipeline(PipelineParts):
         arch = self.model.target.net.arch
         layout, temperature = self.model.make_layout(request.size), request.temperature
         return autotune.Workload(
-            key=(self.model.family, arch.dim, arch.layers, self.drafter_name, self.dtype, f"batch {batch}"),
+            key=(
+                self.model.family,
+                arch.dim,
+                arch.layers,
+                self.drafter_name,
+                self.dtype,
+                self.numerics,
+                f"batch {batch}",
+            ),
             target=self.model.target,
             drafter=self.drafter,
             prompts=[self.model.make_prompt(request.prompts[0], request.negative_prompts[0], request.size)] * batch,

@@ -42,6 +42,17 @@ def test_drafter_from_another_folder_is_copied(small_model: Path, tmp_path: Path
     assert again("fox", seed=1).history.passes == pipe("fox", seed=1).history.passes
 
 
+def test_folder_of_the_same_name_is_not_the_drafter(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's drafter is called `drafter`, and so is an unrelated folder of the working directory."""
+    (tmp_path / "drafter").mkdir()
+    monkeypatch.chdir(tmp_path)
+    folder = Pipeline.from_pretrained(small_model).save_pretrained("saved")
+    assert json.loads((folder / "underdraw.json").read_text())["drafter"] == "drafter"
+    assert not (folder / "drafter-drafter").exists()
+
+
 @dataclass(frozen=True)
 class UnregisteredPolicy:
     def plan(self, history: History, step: int) -> TreePlan:

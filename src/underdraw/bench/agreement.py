@@ -17,7 +17,8 @@ from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.engine.autotune import FixedPlan
 from underdraw.engine.cuda_graphs import GraphCache
-from underdraw.engine.decode import decode_tokens
+from underdraw.engine.decode import collect_passes, decode
+from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.nn.target import DecoderTarget
 from underdraw.plan import MAX_NODES, TreePlan
@@ -96,7 +97,9 @@ def measure_agreement(
         ) -> Tensor:
             sampler = Sampler(layout, (seed,), temperature=temperature, top_k=top_k, device=device)
             parts = target, drafter, policy, verifier, [prompts[seed]], sampler
-            return decode_tokens(*parts, guidance=guidance, graphs=graphs)[0]
+            history = History(layout)
+            collect_passes(decode(*parts, guidance=guidance, histories=[history], graphs=graphs))
+            return torch.from_numpy(history.tokens)
 
         for seed in range(len(prompts)):
             plain = draw(seed, Forced(), NoTree(), Exact())

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from underdraw.drafters.network import NetworkDraftSession
-from underdraw.engine.decode import decode_tokens
+from underdraw.engine.decode import collect_passes, decode
 from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.pipeline import Pipeline
@@ -91,5 +91,5 @@ def probe_draft(pipe: Pipeline, request: GenerationRequest, history: History, de
     probe = DraftProbe(pipe.drafter, history, depth)
     prompts = [pipe.model.make_prompt(request.prompts[0], request.negative_prompts[0], request.size)]
     parts = pipe.model.target, probe, NoTree(), Exact(), prompts, pipe.sampler(request)
-    decode_tokens(*parts, guidance=request.guidance)
+    collect_passes(decode(*parts, guidance=request.guidance))
     return probe

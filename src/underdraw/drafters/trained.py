@@ -93,8 +93,8 @@ def load_drafter(folder: str | Path, target: DecoderTarget) -> TrainedDrafter:
     missing = [name for name in keys.missing_keys if not name.startswith(SHARED_WEIGHTS)]
     if missing or keys.unexpected_keys:
         raise CheckpointError(
-            f"the drafter in {folder} lacks {missing or 'nothing'} and has {keys.unexpected_keys or 'nothing'} "
-            "that is not known; fetch or train it again."
+            f"the drafter in {folder} lacks the weights {missing} and has the unknown weights {keys.unexpected_keys}; "
+            "fetch or train it again."
         )
     weight = target.net.head.weight
     net = net.to(weight.device, weight.dtype).eval().requires_grad_(False)

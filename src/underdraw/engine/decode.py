@@ -10,9 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.step import IDLE_PLAN, StepRunner
@@ -102,24 +100,6 @@ def collect_passes(steps: Iterator[StepResult], max_passes: int | None = None) -
             if len(results) == max_passes:
                 break
     return results
-
-
-def decode_tokens(
-    target: Target,
-    drafter: Drafter,
-    policy: TreePolicy,
-    verifier: Verifier,
-    prompts: Sequence[Prompt],
-    sampler: Sampler,
-    *,
-    guidance: float = 1.0,
-    graphs: GraphCache | None = None,
-) -> Tensor:
-    """Run a decode to its end; returns the tokens of all images (B, steps) on the CPU."""
-    histories = [History(sampler.layout) for _ in prompts]
-    parts = target, drafter, policy, verifier, prompts, sampler
-    collect_passes(decode(*parts, guidance=guidance, histories=histories, graphs=graphs))
-    return torch.from_numpy(np.stack([history.tokens for history in histories]))
 
 
 def check_guidance(guidance: float) -> None:

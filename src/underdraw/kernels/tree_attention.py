@@ -52,6 +52,69 @@ def _tail_scores(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _block_sums(  # type: ignore[no-untyped-def]
+    query, keys, values, cache, boundary, split, end, capacity, scale,
+    WIDTH: tl.constexpr, M: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Largest score, weight and weighted values of every SPLITS-th block of slots below the boundaries."""
+    d = tl.arange(0, D)
+    largest = tl.full([M], float("-inf"), tl.float32)
+    weight = tl.zeros([M, 16], tl.float32)  # sums by products have a fixed order; 16 columns are the fewest
+    out = tl.zeros([M, D], tl.float32)
+    ones = tl.full([KEYS, 16], 1.0, values.dtype.element_ty)
+    for start in range(split * KEYS, end, SPLITS * KEYS):
+        slot = start + tl.arange(0, KEYS)
+        block = cache + slot[:, None] * WIDTH + d[None, :]
+        inside = (slot < capacity)[:, None] & (d < WIDTH)[None, :]
+        key = tl.load(keys + block, mask=inside, other=0.0)
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        score = tl.where(slot[None, :] < boundary[:, None], score, float("-inf"))
+        new = tl.maximum(largest, tl.max(score, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        shrink = tl.exp(largest - base)
+        value = tl.load(values + block, mask=inside, other=0.0)
+        probs = tl.exp(score - base[:, None]).to(value.dtype)
+        out = out * shrink[:, None] + tl.dot(probs, value, input_precision=PRECISION)
+        weight = weight * shrink[:, None] + tl.dot(probs, ones, input_precision=PRECISION)
+        largest = new
+    return largest, tl.max(weight, 1), out
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _tail_sums(  # type: ignore[no-untyped-def]
+    query, keys, values, ancestors, cache, column, first, end, length, boundary, node, is_query, a_row, a_node, a_slot,
+    scale, WIDTH: tl.constexpr, M: tl.constexpr, D: tl.constexpr, TAIL_KEYS: tl.constexpr,
+    TAIL_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same of the tail, for some value columns: the largest score first, then one slot after the other."""
+    slots = tl.arange(0, TAIL_KEYS)
+    largest = tl.full([M], float("-inf"), tl.float32)
+    for start in range(first, end, TAIL_KEYS):
+        score = _tail_scores(
+            query, keys, ancestors, cache, start + slots, end, length, boundary, node, is_query, a_row, a_node, a_slot,
+            scale, WIDTH, D, PRECISION,
+        )  # fmt: skip
+        largest = tl.maximum(largest, tl.max(score, 1))
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    out = tl.zeros([M, TAIL_WIDTH], tl.float32)
+    weight = tl.zeros([M], tl.float64)  # in float64 the order of summation does not matter
+    for start in range(first, end, TAIL_KEYS):
+        slot = start + slots
+        score = _tail_scores(
+            query, keys, ancestors, cache, slot, end, length, boundary, node, is_query, a_row, a_node, a_slot, scale,
+            WIDTH, D, PRECISION,
+        )  # fmt: skip
+        inside = (slot < end)[:, None] & (column < WIDTH)[None, :]
+        value = tl.load(values + cache + slot[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+        probs = tl.exp(score - base[:, None]).to(value.dtype).to(tl.float32)
+        # Float32 products without tensor cores: one FMA after the other, in the order of slots.
+        out = tl.dot(probs, value.to(tl.float32), out, input_precision="ieee")
+        weight += tl.sum(probs.to(tl.float64), 1)
+    return largest, weight.to(tl.float32), out
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _sums(  # type: ignore[no-untyped-def]
     q, keys, values, committed, depths, ancestors, part, top, total, q_row, q_node, q_head, k_row, k_group, d_image,
     a_image, a_node, a_slot, capacity, images, count, nodes, queries, scale, GROUPS: tl.constexpr,
@@ -59,77 +122,41 @@ def _sums(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, TAIL: tl.constexpr, TAIL_KEYS: tl.constexpr, TAIL_WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Softmax sums of one split of the blocks below the boundaries, or of some value columns of the tail."""
+    """Softmax sums of M queries over one split of the blocks below their boundaries, or over the tail."""
     pair, split = tl.program_id(0), tl.program_id(1)
     row, group = pair // GROUPS, pair % GROUPS
     m = tl.program_id(2) * M + tl.arange(0, M)  # the heads of the group, each with all nodes
     node, head, is_query = m % count, group * SHARE + m // count, m < queries
     d = tl.arange(0, D)
-    is_width = (d < WIDTH)[None, :]  # heads are padded to a power of two
     query = tl.load(
         q + row.to(tl.int64) * q_row + node[:, None] * q_node + head[:, None] * q_head + d[None, :],
-        mask=is_query[:, None] & is_width, other=0.0,
+        mask=is_query[:, None] & (d < WIDTH)[None, :], other=0.0,  # heads are padded to a power of two
     )  # fmt: skip
     length = tl.load(committed + row).to(tl.int32)
     depth = tl.load(depths + (row % images).to(tl.int64) * d_image + node, mask=is_query, other=0).to(tl.int32)
     boundary = tl.maximum(length + depth - TAIL, 0) // GROUP * GROUP
     cache = row.to(tl.int64) * k_row + group * k_group
-    largest = tl.full([M], float("-inf"), tl.float32)
-    weight = tl.zeros([M, 16], tl.float32)  # sums by products have a fixed order; 16 columns are the fewest
     index = (pair * (SPLITS + 1) + tl.minimum(split, SPLITS)) * queries + m
     if split < SPLITS:
-        out = tl.zeros([M, D], tl.float32)
-        ones = tl.full([KEYS, 16], 1.0, values.dtype.element_ty)
-        for start in range(split * KEYS, tl.max(tl.where(is_query, boundary, 0), 0), SPLITS * KEYS):
-            slot = start + tl.arange(0, KEYS)
-            block = cache + slot[:, None] * WIDTH + d[None, :]
-            inside = (slot < capacity)[:, None] & is_width
-            score = (
-                tl.dot(query, tl.trans(tl.load(keys + block, mask=inside, other=0.0)), input_precision=PRECISION)
-                * scale
-            )
-            score = tl.where(slot[None, :] < boundary[:, None], score, float("-inf"))
-            new = tl.maximum(largest, tl.max(score, 1))
-            base = tl.where(new == float("-inf"), 0.0, new)
-            shrink = tl.exp(largest - base)
-            value = tl.load(values + block, mask=inside, other=0.0)
-            probs = tl.exp(score - base[:, None]).to(value.dtype)
-            out = out * shrink[:, None] + tl.dot(probs, value, input_precision=PRECISION)
-            weight = weight * shrink[:, None] + tl.dot(probs, ones, input_precision=PRECISION)
-            largest = new
+        end = tl.max(tl.where(is_query, boundary, 0), 0)
+        largest, weight, out = _block_sums(
+            query, keys, values, cache, boundary, split, end, capacity, scale, WIDTH, M, D, KEYS, SPLITS, PRECISION
+        )
         tl.store(top + index, largest, mask=is_query)
-        tl.store(total + index, tl.max(weight, 1), mask=is_query)
+        tl.store(total + index, weight, mask=is_query)
         tl.store(part + index[:, None].to(tl.int64) * D + d[None, :], out, mask=is_query[:, None])
     else:
-        c, slots = (split - SPLITS) * TAIL_WIDTH + tl.arange(0, TAIL_WIDTH), tl.arange(0, TAIL_KEYS)
+        column = (split - SPLITS) * TAIL_WIDTH + tl.arange(0, TAIL_WIDTH)
         first = tl.min(tl.where(is_query, boundary, 2147483647), 0)
         last = nodes - count + tl.max(tl.where(is_query, node, 0), 0)  # no query sees a node behind itself
         end = tl.minimum(length + last + 1, capacity)
-        a_row = (row % images).to(tl.int64) * a_image
-        for start in range(first, end, TAIL_KEYS):
-            score = _tail_scores(
-                query, keys, ancestors, cache, start + slots, end, length, boundary, node, is_query, a_row, a_node,
-                a_slot, scale, WIDTH, D, PRECISION,
-            )  # fmt: skip
-            largest = tl.maximum(largest, tl.max(score, 1))
-        base = tl.where(largest == float("-inf"), 0.0, largest)
-        tail = tl.zeros([M, TAIL_WIDTH], tl.float32)
-        tail_weight = tl.zeros([M], tl.float64)  # in float64 the order of summation does not matter
-        for start in range(first, end, TAIL_KEYS):
-            slot = start + slots
-            score = _tail_scores(
-                query, keys, ancestors, cache, slot, end, length, boundary, node, is_query, a_row, a_node, a_slot,
-                scale, WIDTH, D, PRECISION,
-            )  # fmt: skip
-            inside = (slot < end)[:, None] & (c < WIDTH)[None, :]
-            value = tl.load(values + cache + slot[:, None] * WIDTH + c[None, :], mask=inside, other=0.0)
-            probs = tl.exp(score - base[:, None]).to(value.dtype).to(tl.float32)
-            # Float32 products without tensor cores: one FMA after the other, in the order of slots.
-            tail = tl.dot(probs, value.to(tl.float32), tail, input_precision="ieee")
-            tail_weight += tl.sum(probs.to(tl.float64), 1)
+        largest, weight, out = _tail_sums(
+            query, keys, values, ancestors, cache, column, first, end, length, boundary, node, is_query,
+            (row % images).to(tl.int64) * a_image, a_node, a_slot, scale, WIDTH, M, D, TAIL_KEYS, TAIL_WIDTH, PRECISION,
+        )  # fmt: skip
         tl.store(top + index, largest, mask=is_query)  # the same from all columns
-        tl.store(total + index, tail_weight.to(tl.float32), mask=is_query)
-        tl.store(part + index[:, None].to(tl.int64) * D + c[None, :], tail, mask=is_query[:, None])
+        tl.store(total + index, weight, mask=is_query)
+        tl.store(part + index[:, None].to(tl.int64) * D + column[None, :], out, mask=is_query[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

@@ -25,7 +25,7 @@ MAX_MAPS = 12  # methods on a sheet of maps; of more, evenly spaced ones are sho
 MAX_CURVES = 10  # methods in a plot of curves
 MAPS_PER_ROW = 6
 PANEL = 2.0  # inches per map
-LEGEND_ROWS = 18  # entries per column of a legend beside the axes
+LEGEND_ROWS = 18  # entries per column of a legend to the right of the axes
 MARKERS = "osD^vP*X<>hp"
 FORMATS = ("png", "svg")
 
@@ -126,7 +126,7 @@ def _title(figure: Any, title: str, source: str) -> None:
     figure.suptitle(f"{title}\n{source}", fontsize=9)
 
 
-def _legend_beside(figure: Any) -> None:
+def _legend_right(figure: Any) -> None:
     """A legend to the right of the axes, where it hides nothing, in as many columns as it needs."""
     handles = figure.axes[0].get_legend_handles_labels()[0]
     columns = -(-len(handles) // LEGEND_ROWS)
@@ -165,7 +165,7 @@ def _speedup(pyplot: Any, data: FigureData) -> Any:
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel("speed-up over plain AR, median and p10 to p90")
     _title(figure, "Speed-up over plain AR", data.source)
-    _legend_beside(figure)
+    _legend_right(figure)
     return figure
 
 
@@ -253,7 +253,7 @@ def _curves(
             )
         axes.set(xlabel=xlabel, ylabel=ylabel, yscale=scale)
         _title(figure, f"{title}, T = {data.max_temperature:g}{_shown(shown, entries)}", data.source)
-        _legend_beside(figure)
+        _legend_right(figure)
         return figure
 
     return draw
@@ -285,7 +285,7 @@ def _nodes(pyplot: Any, data: FigureData) -> Any:
     _scatter(axes, points)
     axes.set(xlabel="nodes per pass", ylabel="tokens per pass (tau)")
     _title(figure, "Tokens per pass against nodes (hollow: T = 0)", data.source)
-    _legend_beside(figure)
+    _legend_right(figure)
     return figure
 
 
@@ -310,7 +310,7 @@ def _quality(pyplot: Any, data: FigureData) -> Any:
     axes.set(xlabel="distance of the codes from those of plain AR (MMD)", ylabel="speed-up over plain AR")
     title = f"Speed-up against quality, T = {data.max_temperature:g} (hollow: another distribution, p < 0.01)"
     _title(figure, title, data.source)
-    _legend_beside(figure)
+    _legend_right(figure)
     return figure
 
 
@@ -362,7 +362,7 @@ def _pass_time(pyplot: Any, records: Sequence[Record]) -> Any:
     axes.minorticks_off()
     machines = dict.fromkeys(hardware_label(record["machine"]) for record in timed)
     _title(figure, "Time of a pass, random weights", ", ".join(machines))
-    _legend_beside(figure)
+    _legend_right(figure)
     return figure
 
 

@@ -20,6 +20,7 @@ from underdraw.nn.row_invariant import pack_weights
 from underdraw.protocols import Drafter, TreePolicy, Verifier
 from underdraw.registry import drafters, policies, verifiers
 from underdraw.request import GenerationRequest
+from underdraw.sampling import Sampler
 from underdraw.tree import Proposal
 from underdraw.verifiers.lantern import Lantern
 
@@ -52,10 +53,6 @@ class PipelineParts:
         self._verifier_spec: str | Verifier = verifier
         self.verifier = verifier
         self.proposal = proposal
-
-    def _resolve_tree(self, request: GenerationRequest | None = None) -> TreePolicy:
-        """The tree policy of a request; without one, of a request for one image."""
-        raise NotImplementedError
 
     @property
     def drafter(self) -> Drafter:
@@ -175,13 +172,56 @@ class PipelineParts:
             self._verifier = dataclasses.replace(self._verifier, neighbours=neighbours)
         return self
 
-    def _choices(self) -> dict[str, str]:
-        """Drafter, tree and verifier by names that `from_pretrained` can build; raises for objects without one."""
+    def _sample_request(self, images: int) -> GenerationRequest:
+        """A request for measuring costs; its prompt is also a class of ImageNet, for models that draw classes."""
+        raise NotImplementedError
+
+    def _resolve_tree(self, request: GenerationRequest | None = None) -> TreePolicy:
+        """The tree policy of a request; without one, of a request for one image."""
+        return autotune.resolve_tree(
+            self._tree, self.drafter, lambda: self._workload(request or self._sample_request(1))
+        )
+
+    def measure_costs(self, images: int = 1) -> autotune.PassCosts:
+        """Measure anew what passes cost here with `images` at once, and store it for the `auto` tree."""
+        return autotune.measure_again(self._workload(self._sample_request(images)))
+
+    def _workload(self, request: GenerationRequest) -> autotune.Workload:
+        """A decode like that of the request, for measuring costs."""
+        batch = min(len(request.prompts), autotune.MAX_BATCH)
+        arch = self.model.target.net.arch
+        layout, temperature = self.model.make_layout(request.size), request.temperature
+        return autotune.Workload(
+            key=(
+                self.model.family,
+                arch.dim,
+                arch.layers,
+                self.drafter_name,
+                self.dtype,
+                self.numerics,
+                f"batch {batch}",
+            ),
+            target=self.model.target,
+            drafter=self.drafter,
+            prompts=[self.model.make_prompt(request.prompts[0], request.negative_prompts[0], request.size)] * batch,
+            sampler=Sampler(layout, range(batch), temperature=temperature, device=self.device),
+            guidance=request.guidance,
+            graphs=self.graphs,
+        )
+
+    def _choices(self) -> tuple[dict[str, str], Path | None]:
+        """Drafter, tree and verifier by names that `from_pretrained` can build; raises for objects without one.
+
+        Also the folder of a drafter that did not come with the model.
+        """
         autotune.build_tree(self.tree_name)
         verifiers.build(self.verifier_name)
-        if self._drafter.source is None:
+        source, is_shipped = self._drafter.source, self.drafter_name in [p.name for p in self.model.drafter_folders]
+        if source is None:
             drafters.build(self.drafter_name)
-        return {"drafter": self.drafter_name, "tree": self.tree_name, "verifier": self.verifier_name}
+        folder = None if source is None or is_shipped else Path(source).expanduser()
+        choices = {"drafter": self.drafter_name, "tree": self.tree_name, "verifier": self.verifier_name}
+        return choices, folder if folder is not None and folder.is_dir() else None  # else it is a hub id
 
 
 def _check_part(name: str, spec: object, method: str) -> None:

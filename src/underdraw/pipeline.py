@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 import torch
 
 from underdraw.drafters.forced import Forced
-from underdraw.engine import autotune
 from underdraw.engine.cuda_graphs import Compile
 from underdraw.engine.decode import TokenStatsMode, decode
 from underdraw.errors import CapacityError, ConfigError, unknown
@@ -296,41 +295,8 @@ class Pipeline(PipelineParts):
             "numerics": self.numerics,
         }
 
-    def _resolve_tree(self, request: GenerationRequest | None = None) -> TreePolicy:
-        return autotune.resolve_tree(
-            self._tree, self.drafter, lambda: self._workload(request or self._sample_request())
-        )
-
-    def _sample_request(self, images: int = 1) -> GenerationRequest:
-        """A request for measuring costs; "red fox" is also a class of ImageNet, for models that draw classes."""
+    def _sample_request(self, images: int) -> GenerationRequest:
         return self.request("red fox", num_images_per_prompt=images, seed=0)
-
-    def measure_costs(self, images: int = 1) -> autotune.PassCosts:
-        """Measure anew what passes cost here with `images` at once, and store it for the `auto` tree."""
-        return autotune.measure_again(self._workload(self._sample_request(images)))
-
-    def _workload(self, request: GenerationRequest) -> autotune.Workload:
-        """A decode like that of the request, for measuring costs."""
-        batch = min(len(request.prompts), autotune.MAX_BATCH)
-        arch = self.model.target.net.arch
-        layout, temperature = self.model.make_layout(request.size), request.temperature
-        return autotune.Workload(
-            key=(
-                self.model.family,
-                arch.dim,
-                arch.layers,
-                self.drafter_name,
-                self.dtype,
-                self.numerics,
-                f"batch {batch}",
-            ),
-            target=self.model.target,
-            drafter=self.drafter,
-            prompts=[self.model.make_prompt(request.prompts[0], request.negative_prompts[0], request.size)] * batch,
-            sampler=Sampler(layout, range(batch), temperature=temperature, device=self.device),
-            guidance=request.guidance,
-            graphs=self.graphs,
-        )
 
     def set_progress_bar_config(self, **options: Any) -> None:
         """Options of tqdm for the progress bar, such as `disable=True`; by default it is shown on a terminal only."""
@@ -351,12 +317,8 @@ class Pipeline(PipelineParts):
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write the checkpoint's files and the names of drafter, tree and verifier into a new folder."""
-        source = self._drafter.source
-        is_shipped = self.drafter_name in [path.name for path in self.model.drafter_folders]
-        drafter_folder = None if source is None or is_shipped else Path(source).expanduser()
-        if drafter_folder is not None and not drafter_folder.is_dir():
-            drafter_folder = None  # a hub id
-        return save_checkpoint(self.model, self._choices(), folder, drafter_folder)
+        choices, drafter_folder = self._choices()
+        return save_checkpoint(self.model, choices, folder, drafter_folder)
 
     def push_to_hub(self, name: str, *, token: str | None = None, private: bool = False) -> str:
         """Upload what `save_pretrained` writes to the Hugging Face hub; returns the address."""

@@ -55,13 +55,7 @@ def decode(
         runner = StepRunner(session, draft, verifier, sampler, proposal, token_stats)
     else:
         runner = graphs.open(target, drafter, verifier, prompts, sampler, guidance, proposal, token_stats)
-    device = runner.session.prefill.logits.device
-    if sampler.device != device:
-        raise ConfigError(f"the sampler is on {sampler.device} and the model on {device}; put both on one device.")
-    first_tokens = runner.sample_first().tolist()
-    for history, seed, (token, *stats) in zip(histories, sampler.seeds.tolist(), first_tokens, strict=True):
-        history.seed = seed
-        history.record_first(int(token), TokenStats(*stats) if stats else None)
+    _sample_first_tokens(runner, sampler, histories)
     root_steps = [layout.start] * len(prompts)
     index = 0
     while not all(history.done for history in histories):
@@ -89,6 +83,17 @@ def decode(
             root_steps[image] += len(new.tokens)
             yield step
         index += 1
+
+
+def _sample_first_tokens(runner: StepRunner, sampler: Sampler, histories: list[History]) -> None:
+    """Sample the first token of every image from the prefill and record it."""
+    device = runner.session.prefill.logits.device
+    if sampler.device != device:
+        raise ConfigError(f"the sampler is on {sampler.device} and the model on {device}; put both on one device.")
+    first_tokens = runner.sample_first().tolist()
+    for history, seed, (token, *stats) in zip(histories, sampler.seeds.tolist(), first_tokens, strict=True):
+        history.seed = seed
+        history.record_first(int(token), TokenStats(*stats) if stats else None)
 
 
 def collect_passes(steps: Iterator[StepResult], max_passes: int | None = None) -> list[StepResult]:

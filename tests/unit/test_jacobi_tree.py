@@ -39,17 +39,19 @@ ROW_ENDS = Layout(4, 4, range(4, 20), prologue=(1,), row_end=30, epilogue=(2,))
 
 @dataclass(frozen=True)
 class Candidates:
-    tokens: Tensor  # (B, D, k)
+    tokens: Tensor  # (B, D, k) of depths 1 to D
     log_probs: Tensor  # (B, D, k)
     size: int
     trunk: list[int]
     nodes: list[int]
 
     def grow(self, **options: Any) -> DraftTree:
-        return grow_trunk_tree(
-            torch.zeros(len(self.trunk), dtype=torch.int64), self.tokens, self.log_probs, self.size,
-            trunk=torch.tensor(self.trunk), nodes=torch.tensor(self.nodes), **options,
-        )  # fmt: skip
+        batch, _, ranks = self.tokens.shape
+        tokens = torch.cat([torch.zeros(batch, 1, ranks, dtype=torch.int64), self.tokens], dim=1)
+        certain = torch.tensor([0.0] + [-torch.inf] * (ranks - 1)).expand(batch, 1, -1)
+        log_probs = torch.cat([certain, self.log_probs], dim=1)
+        limits = {"trunk": torch.tensor(self.trunk), "nodes": torch.tensor(self.nodes)}
+        return grow_trunk_tree(tokens, log_probs, self.size, **limits, **options)
 
 
 @st.composite
@@ -126,6 +128,13 @@ def test_branches_below_the_least_probability_are_left_out_and_the_trunk_is_kept
 # ---------------------------------------------------------------------------------------------------------- candidates
 
 
+def tables(session: JacobiTreeSession) -> tuple[Tensor, Tensor]:
+    """Candidates (B, S, k) and gaps (B, S, k + 1) by step, as views."""
+    batch, stride = len(session._first_rows), session.layout.row_stride
+    candidates, gaps = (table[:-1].unflatten(0, (batch, -1)) for table in (session.candidates, session.gaps))
+    return candidates[:, stride:], gaps[:, stride:]
+
+
 def session_of(layout: Layout, batch: int = 1, ranks: int = 8) -> JacobiTreeSession:
     prefill = TableTarget(random_tables(layout, 0)[0]).open([Prompt((0,))] * batch, layout, guidance=1.0).prefill
     return JacobiTree(ranks).open([Prompt((0,))] * batch, layout, prefill, guidance=1.0)
@@ -163,17 +172,17 @@ def test_candidates_are_the_best_tokens_of_the_pass_before() -> None:
     scores = verified.noise_window.scores(logits, torch.arange(1, 5)[None])[0]
     for depth in range(length + 1, 4):
         values, indices = scores[depth].topk(8)
-        assert (session.candidates[0, 7 + depth] == indices + 4).all()
-        assert torch.allclose(session.gaps[0, 7 + depth], values[0] - values)
-    assert session.candidates[0, 7 + length, 0] == verified.accepted_path.next_token
-    assert (session.candidates[0, 11:, 0] == -1).all(), "steps that were not verified have no candidates"
+        assert (tables(session)[0][0, 7 + depth] == indices + 4).all()
+        assert torch.allclose(tables(session)[1][0, 7 + depth, :8], values[0] - values)
+    assert tables(session)[0][0, 7 + length, 0] == verified.accepted_path.next_token
+    assert (tables(session)[0][0, 11:, 0] == -1).all(), "steps that were not verified have no candidates"
 
 
 def test_nodes_that_share_the_longest_path_are_averaged() -> None:
     """Of the two nodes of depth 2, only the one on the accepted path counts; without any, all of a depth count."""
     session = session_of(LAYOUT)
-    session.candidates[0, 7:9] = torch.tensor([[6, 7, 8, 9, 10, 11, 12, 13], [10, 11, 12, 13, 14, 15, 16, 17]])
-    session.gaps[0, 7:9] = torch.arange(8) * 0.1
+    tables(session)[0][0, 7:9] = torch.tensor([[6, 7, 8, 9, 10, 11, 12, 13], [10, 11, 12, 13, 14, 15, 16, 17]])
+    tables(session)[1][0, 7:9, :8] = torch.arange(8) * 0.1
     plan, root, steps = TreePlan(2, 2, 2, 5), torch.tensor([5]), torch.tensor([6])
 
     def logits_choosing(token: int) -> Any:
@@ -188,17 +197,17 @@ def test_nodes_that_share_the_longest_path_are_averaged() -> None:
     assert verified.accepted_path.path[0, 1] == deviating[0]
     below = [n for n, node in enumerate(nodes_of(tree, 0)) if node[1] == deviating[0]]
     best = verified.output.logits[0, below].mean(0).topk(8)
-    assert session.candidates[0, 9].tolist() == (best.indices + 4).tolist()
+    assert tables(session)[0][0, 9].tolist() == (best.indices + 4).tolist()
 
     session.restart([Prompt((0,))], None)  # type: ignore[arg-type]
-    session.candidates[0, 7:9] = torch.tensor([[6, 7, 8, 9, 10, 11, 12, 13], [10, 11, 12, 13, 14, 15, 16, 17]])
-    session.gaps[0, 7:9] = torch.arange(8) * 0.1
+    tables(session)[0][0, 7:9] = torch.tensor([[6, 7, 8, 9, 10, 11, 12, 13], [10, 11, 12, 13, 14, 15, 16, 17]])
+    tables(session)[1][0, 7:9, :8] = torch.arange(8) * 0.1
     tree, verified = draft_and_commit(session, root, steps, [plan], logits_choosing(19), temperature=0)
     assert verified.accepted_path.length == 0
     second = [n for n, node in enumerate(nodes_of(tree, 0)) if node[2] == 2]
     assert len(second) > 1
     best = verified.output.logits[0, second].mean(0).topk(8)
-    assert session.candidates[0, 9].tolist() == (best.indices + 4).tolist()
+    assert tables(session)[0][0, 9].tolist() == (best.indices + 4).tolist()
 
 
 def first_candidates(session: JacobiTreeSession, root: int, step: int, depth: int) -> list[int]:
@@ -210,26 +219,26 @@ def first_candidates(session: JacobiTreeSession, root: int, step: int, depth: in
 
 def test_fresh_steps_start_from_the_token_above() -> None:
     session = session_of(LAYOUT)
-    session.candidates[0, :8, 0] = torch.tensor([4, 5, 6, 7, 8, 9, 10, 11])
+    tables(session)[0][0, :8, 0] = torch.tensor([4, 5, 6, 7, 8, 9, 10, 11])
     # Steps 8, 9: above are 3 and 4. Steps 10 to 12: below 5 to 7. Then below the root's row: 8 is 7, the root; ...
     assert first_candidates(session, 11, 7, 10) == [7, 8, 9, 10, 11, 7, 8, 9, 10, 11]
-    session.candidates[0, 9, 0] = 15  # verified before: stays, and is what fresh steps below it start from
+    tables(session)[0][0, 9, 0] = 15  # verified before: stays, and is what fresh steps below it start from
     assert first_candidates(session, 11, 7, 8) == [7, 15, 9, 10, 11, 7, 15, 9]
 
 
-def test_fresh_steps_of_the_first_row_start_from_the_left_and_row_ends_are_forced() -> None:
+def test_fresh_steps_of_the_first_row_start_from_the_root_and_row_ends_are_forced() -> None:
     assert first_candidates(session_of(LAYOUT), 9, 0, 6) == [9, 9, 9, 9, 9, 9]
     session = session_of(ROW_ENDS)
     # The prologue is step 0 and the root step 1. Row ends are steps 5 and 10; nothing is above the first row.
     assert first_candidates(session, 9, 1, 10) == [9, 9, 9, 30, 9, 9, 9, 9, 30, 9]
-    session.candidates[0, 3, 0] = 12
-    assert first_candidates(session, 9, 1, 8) == [9, 12, 12, 30, 9, 9, 12, 12]
+    tables(session)[0][0, 3, 0] = 12
+    assert first_candidates(session, 9, 1, 8) == [9, 12, 9, 30, 9, 9, 12, 9]
 
 
 def test_fixed_shapes_take_the_candidates_of_their_ranks() -> None:
     session = session_of(LAYOUT)
-    session.candidates[0, 7] = torch.arange(4, 12)
-    session.gaps[0, 7] = torch.arange(8) * 1.0
+    tables(session)[0][0, 7] = torch.arange(4, 12)
+    tables(session)[1][0, 7, :8] = torch.arange(8) * 1.0
     plan = TreePlan.from_shape((-1, 0, 0, 0, 1, 1, 2))  # step 8 is fresh: one candidate
     window = Sampler(LAYOUT, [0]).noise_window(torch.tensor([6]), 3)
     tree = session.draft(DraftRequest(torch.tensor([5]), torch.tensor([6]), plan, window))
@@ -306,22 +315,24 @@ def test_decoding_equals_plain_decoding_with_constant_and_huge_logits() -> None:
 
 def test_probabilities_of_candidates_and_of_none_sum_to_one_and_fall_with_rank() -> None:
     calibration = OnlineCalibration(8, torch.device("cpu"))
-    gaps = torch.tensor([[[0.0, 0.1, 0.5, 1, 2, 3, 4, 5], [0.0] + [torch.inf] * 7, [0.0, 9] + [torch.inf] * 6]])
+    rows = [[0.0] * 8, [0.0, 0.1, 0.5, 1, 2, 3, 4, 5], [0.0] + [torch.inf] * 7, [0.0, 9] + [torch.inf] * 6]
+    gaps = torch.tensor([[[*row, 0.0] for row in rows]])  # of the root and of depths 1 to 3
     buckets = calibration.gap_buckets(gaps)
-    assert buckets.tolist() == [[0, 6, 5]]
-    probs = calibration.correct(calibration.prior(gaps, None), buckets).exp()
-    assert torch.allclose(probs.sum(-1), torch.ones(1, 3))
+    assert buckets.tolist() == [[0, 0, 6, 5]]
+    probs = calibration.log_probs(calibration.prior(gaps), buckets).exp()
+    assert torch.allclose(probs.sum(-1), torch.ones(1, 4))
+    assert probs[0, 0].tolist() == [1.0] + [0.0] * 8, "the root is certain"
     assert (probs[..., :7] >= probs[..., 1:8]).all()
-    assert (probs[0, 1, 1:8] == 0).all() and probs[0, 1, 0] > 0.8
-    is_forced = torch.tensor([[False, True, False]])
-    assert calibration.correct(calibration.prior(gaps, is_forced), buckets)[0, 1, 0] == 0.0, "a row end is certain"
+    assert (probs[0, 2, 1:8] == 0).all() and probs[0, 2, 0] > 0.8
+    is_forced = torch.tensor([[False, False, True, False]])
+    assert calibration.log_probs(calibration.prior(gaps, is_forced), buckets)[0, 2, 0] == 0.0, "a row end is certain"
 
 
 def test_observed_choices_are_counted_by_bucket_and_rank() -> None:
     calibration = OnlineCalibration(3, torch.device("cpu"))
-    gaps = torch.tensor([[[0.0, 0.1, 1.0], [0.0, 1.0, 1.5], [0.0, 0.2, 0.3], [0.0, 0.2, 0.3]]])
-    buckets = calibration.gap_buckets(gaps)
-    prior = calibration.prior(gaps, None)
+    rows = [[0.0, 0.0, 0.0], [0.0, 0.1, 1.0], [0.0, 1.0, 1.5], [0.0, 0.2, 0.3], [0.0, 0.2, 0.3]]
+    gaps = torch.tensor([[[*row, 0.0] for row in rows]])
+    buckets, prior = calibration.gap_buckets(gaps)[:, 1:], calibration.prior(gaps)[:, 1:]
     is_chosen = torch.tensor(
         [[[True, False, False], [False, False, True], [False, False, False], [True, False, False]]]
     )
@@ -330,7 +341,7 @@ def test_observed_choices_are_counted_by_bucket_and_rank() -> None:
     assert observed[0].tolist() == [1, 0, 0, 1], "rank 0 once, none of the candidates once; the fourth does not count"
     assert observed[2].tolist() == [0, 0, 1, 0]
     assert observed.sum() == 3
-    assert torch.allclose(expected[0], prior[0, [0, 2]].exp().sum(0))
+    assert torch.allclose(expected[0], prior[0, [0, 2]].softmax(-1).sum(0))
     assert torch.allclose(expected.sum(1), observed.sum(1))
     calibration.restart()
     assert (calibration.counts == 0).all()
@@ -339,22 +350,22 @@ def test_observed_choices_are_counted_by_bucket_and_rank() -> None:
 def test_probabilities_converge_to_what_is_observed() -> None:
     """A target that always chooses the second candidate, unlike the prior."""
     calibration = OnlineCalibration(4, torch.device("cpu"))
-    gaps = torch.tensor([[[0.0, 0.4, 1.0, 2.0]] * 5])
+    gaps = torch.tensor([[[0.0, 0.4, 1.0, 2.0, 0.0]] * 6])
     buckets = calibration.gap_buckets(gaps)
     is_chosen = torch.tensor([False, True, False, False]).expand(1, 5, 4)
-    prior = calibration.prior(gaps, None)
-    before = calibration.correct(prior, buckets).exp()
+    prior = calibration.prior(gaps)
+    before = calibration.log_probs(prior, buckets)[:, 1:].exp()
     for _ in range(60):
-        calibration.observe(prior, buckets, is_chosen, torch.ones(1, 5, dtype=torch.bool))
-    after = calibration.correct(prior, buckets).exp()
+        calibration.observe(prior[:, 1:], buckets[:, 1:], is_chosen, torch.ones(1, 5, dtype=torch.bool))
+    after = calibration.log_probs(prior, buckets)[:, 1:].exp()
     assert (before[..., 1] < 0.4).all() and (after[..., 1] > 0.8).all()
 
 
 def test_session_counts_accepted_depths_and_the_first_miss() -> None:
     session = session_of(ROW_ENDS)
-    session.candidates[0, 2:5, 0] = torch.tensor([6, 7, 8])
-    session.gaps[0, 2:5, 1] = 0.1
-    session.candidates[0, 2:5, 1] = 9
+    tables(session)[0][0, 2:5, 0] = torch.tensor([6, 7, 8])
+    tables(session)[1][0, 2:5, 1] = 0.1
+    tables(session)[0][0, 2:5, 1] = 9
 
     def logits(tree: DraftTree) -> Tensor:
         values = torch.zeros(1, tree.size, 16)

@@ -53,36 +53,45 @@ class JacobiTree:
 class _Drafted:
     """The candidates that the last trees were grown from."""
 
-    steps: Tensor  # (B,) of the roots
-    tokens: Tensor  # (B, D, k) of depths 1 to D
-    gaps: Tensor  # (B, D, k)
-    prior: Tensor  # (B, D, k + 1) log probabilities of the calibration
-    buckets: Tensor  # (B, D) of the calibration
-    is_forced: Tensor | None  # (B, D) row ends, in layouts that have them
+    rows: Tensor  # (B, 1) of the roots' steps in the tables
+    tokens: Tensor  # (B, D + 1, k) of depths 0 (the root) to D
+    prior: Tensor  # (B, D + 1, k + 1) of the calibration
+    buckets: Tensor  # (B, D + 1) of the calibration
+    is_forced: Tensor | None  # (B, D + 1) row ends, in layouts that have them
 
 
 class JacobiTreeSession(CapturableDraft):
-    """Candidates of every step of B images."""
+    """Candidates of every step of B images, in tables that are never reallocated.
+
+    Tables have a row for each step of each image, and a row of picture cells more before the first step: what is above
+    the first row of the picture.
+    """
 
     def __init__(self, ranks: int, layout: Layout, batch: int, device: torch.device) -> None:
         self.ranks, self.layout = ranks, layout
-        room = layout.steps + MAX_NODES + layout.row_stride  # trees and the rows below them may end past the last step
-        # Best first. Where nothing was verified yet the first is -1; of a committed step the first is its token.
-        self.candidates = torch.full((batch, room, ranks), -1, dtype=torch.int64, device=device)
-        # How far each candidate's score is behind the best one's; inf where there is no such candidate.
-        self.gaps = torch.full((batch, room, ranks), torch.inf, device=device)
-        self.gaps[..., 0] = 0.0
+        # Trees, and the rows of the picture that they end in, may reach past the last step.
+        room = 2 * layout.row_stride + layout.steps + MAX_NODES
+        count = batch * room
+        # Best first, -1 where there is no candidate. The first one of a committed step is its token.
+        self.candidates = torch.empty(count + 1, ranks, dtype=torch.int64, device=device)
+        # How far each candidate's score is behind the best one's; inf where there is none, and 0 in the last column.
+        self.gaps = torch.empty(count + 1, ranks + 1, device=device)
         self.calibration = OnlineCalibration(ranks, device)
-        self._row_start = torch.arange(0, batch * room, room, device=device)[:, None]  # of each image in flat tables
+        # (B, 1) row of step 0 of each image.
+        self._first_rows = torch.arange(layout.row_stride, count, room, device=device)[:, None]
         self._drafted: _Drafted | None = None
+        self._clear()
 
-    def restart(self, prompts: Sequence[Prompt], prefill: PrefillOutput) -> bool:
-        if len(prompts) != self.candidates.shape[0]:
-            return False
+    def _clear(self) -> None:
         self.candidates.fill_(-1)
         self.gaps.fill_(torch.inf)
-        self.gaps[..., 0] = 0.0
+        self.gaps[:, [0, -1]] = 0.0
         self.calibration.restart()
+
+    def restart(self, prompts: Sequence[Prompt], prefill: PrefillOutput) -> bool:
+        if len(prompts) != len(self._first_rows):
+            return False
+        self._clear()
         return True
 
     def draft(self, request: DraftRequest) -> DraftTree:
@@ -91,64 +100,59 @@ class JacobiTreeSession(CapturableDraft):
                 f"the drafter jacobi-tree cannot draft for the {request.proposal!r} proposal; use the exact verifier "
                 "with the 'coupled' proposal, or the drafter jacobi."
             )
-        plan, limits, layout = request.plan, request.limits, self.layout
-        self.candidates[..., 0].scatter_(1, request.steps[:, None], request.root[:, None])
-        steps = request.steps[:, None] + 1 + arange_cached(plan.depth, request.root.device)  # (B, D)
-        rows = (steps + self._row_start).flatten()
-        shape = (*steps.shape, self.ranks)
-        tokens = self.candidates.flatten(0, 1).index_select(0, rows).view(shape)
-        gaps = self.gaps.flatten(0, 1).index_select(0, rows).view(shape)
-        tokens = torch.cat([self._first_candidates(request, steps)[..., None], tokens[..., 1:]], dim=-1)
-        is_forced = None if layout.row_end is None else layout.is_row_end(steps)
-        buckets = self.calibration.gap_buckets(gaps)
-        prior = self.calibration.prior(gaps, is_forced)
-        self._drafted = _Drafted(request.steps, tokens, gaps, prior, buckets, is_forced)
+        plan, limits, root = request.plan, request.limits, request.root[:, None]
+        depths = arange_cached(plan.depth + 1, root.device)
+        root_rows = request.steps[:, None] + self._first_rows
+        self.candidates[:, 0].scatter_(0, root_rows[:, 0], request.root)
+        rows = (root_rows + depths).flatten()
+        tokens = self.candidates.index_select(0, rows).view(len(root), -1, self.ranks)
+        gaps = self.gaps.index_select(0, rows).view(len(root), -1, self.ranks + 1)
+        first, is_forced = self._first_candidates(root_rows, root, plan.depth), None
+        if self.layout.row_end is not None:
+            is_forced = self.layout.is_row_end(request.steps[:, None] + depths) & (depths > 0)
+            first = torch.where(is_forced, self.layout.row_end, first)
+        tokens[..., 0] = first
+        prior, buckets = self.calibration.prior(gaps, is_forced), self.calibration.gap_buckets(gaps)
+        self._drafted = _Drafted(root_rows, tokens, prior, buckets, is_forced)
         if plan.depth == 0:
             return root_only(request.root)
         if plan.shape is not None:
-            return self._fill_shape(request, plan.shape, tokens, gaps)
+            return self._fill_shape(request, plan.shape, tokens)
         branch = min(plan.branch, self.ranks)
-        tokens, log_probs = tokens[..., :branch].contiguous(), self.calibration.correct(prior, buckets)[..., :branch]
+        log_probs = self.calibration.log_probs(prior, buckets)[..., :branch]
         if limits is None:
-            trunk, nodes = torch.full_like(request.root, plan.depth), torch.full_like(request.root, plan.nodes)
+            trunk, nodes = (constant((count,), torch.int64, root.device) for count in (plan.depth, plan.nodes))
         else:
             trunk, nodes = limits.depth, limits.nodes
-            is_beyond = arange_cached(branch, trunk.device) >= limits.branch[:, None].clamp(min=1)
+            is_beyond = arange_cached(branch, root.device) >= limits.branch[:, None].clamp(min=1)
             log_probs = log_probs.masked_fill(is_beyond[:, None], -torch.inf)
         return grow_trunk_tree(
-            request.root, tokens, log_probs, plan.nodes, trunk=trunk, nodes=nodes, min_probability=plan.min_probability
+            tokens[..., :branch], log_probs, plan.nodes, trunk=trunk, nodes=nodes, min_probability=plan.min_probability
         )
 
-    def _first_candidates(self, request: DraftRequest, steps: Tensor) -> Tensor:
-        """The first candidate of each step (B, D): verified before, else the one above, else the one to the left."""
-        layout, stride, (batch, depth) = self.layout, self.layout.row_stride, steps.shape
-        rows = 1 + -(-depth // stride)
-        # Steps from one row above the tree's first step on, as (rows, stride): a column is a column of the picture.
-        window = request.steps[:, None] + 1 - stride + arange_cached(rows * stride, steps.device)
-        tokens = self.candidates[..., 0].gather(1, window.clamp(min=0))
-        tokens = torch.where(window < layout.start, -1, tokens).view(batch, rows, stride)
-        source = torch.where(tokens >= 0, arange_cached(rows, steps.device)[:, None], 0).cummax(1).values
-        tokens = tokens.gather(1, source).flatten(1)[:, stride : stride + depth]
-        # In the first row nothing is above.
-        tokens = torch.cat([request.root[:, None], tokens], dim=1)
-        is_code = tokens >= 0 if layout.row_end is None else (tokens >= 0) & (tokens != layout.row_end)
-        source = torch.where(is_code, arange_cached(depth + 1, steps.device), 0).cummax(1).values
-        tokens = torch.where(tokens >= 0, tokens, tokens.gather(1, source))[:, 1:]
-        return tokens if layout.row_end is None else torch.where(layout.is_row_end(steps), layout.row_end, tokens)
+    def _first_candidates(self, root_rows: Tensor, root: Tensor, depth: int) -> Tensor:
+        """The first candidates of depths 0 to D (B, D + 1): those verified before, else those above, else the root."""
+        stride = self.layout.row_stride
+        height = 1 + -(-depth // stride)
+        # From one row of the picture above the tree's first step on, as (height, stride): columns are the picture's.
+        window = root_rows + 1 - stride + arange_cached(height * stride, root.device)
+        tokens = self.candidates[:, 0].take(window).view(len(root), height, stride)
+        source = torch.where(tokens >= 0, arange_cached(height, root.device)[:, None], 0).cummax(1).values
+        tokens = tokens.gather(1, source).flatten(1)[:, stride - 1 : stride + depth]
+        return torch.where(tokens >= 0, tokens, root)
 
-    def _fill_shape(self, request: DraftRequest, parents: tuple[int, ...], tokens: Tensor, gaps: Tensor) -> DraftTree:
+    def _fill_shape(self, request: DraftRequest, parents: tuple[int, ...], tokens: Tensor) -> DraftTree:
         """Trees of a fixed shape; nodes that have no candidate are padding, and so are their descendants."""
-        shape, batch, device = TreeShape.from_parents(parents), tokens.shape[0], tokens.device
+        shape, (batch, _, _), device = TreeShape.from_parents(parents), tokens.shape, tokens.device
         depths, ranks, ups = (constant(v, torch.int64, device) for v in (shape.depths, shape.ranks, parents))
-        index = (depths - 1).clamp(min=0) * self.ranks + ranks.clamp(max=self.ranks - 1)
-        is_dead = (gaps.flatten(1)[:, index] == torch.inf) | (ranks >= self.ranks)
+        drafted = tokens.flatten(1)[:, depths * self.ranks + ranks.clamp(max=self.ranks - 1)]
+        is_dead = (drafted < 0) | (ranks >= self.ranks)
         if request.limits is not None:
             limits, order = request.limits, arange_cached(len(parents), device)
             is_dead = is_dead | (depths > limits.depth[:, None]) | (order >= limits.nodes[:, None])
             is_dead = is_dead | (ranks >= limits.branch[:, None].clamp(min=1))
         ancestors = _shape_ancestors(parents, device)
         is_dead = (ancestors[..., 1:] & is_dead[:, None, 1:]).any(-1)
-        drafted = torch.cat([request.root[:, None], tokens.flatten(1)[:, index[1:]]], dim=1)
         return DraftTree(
             torch.where(is_dead, request.root[:, None], drafted),
             torch.where(is_dead, 0, ups),
@@ -161,23 +165,22 @@ class JacobiTreeSession(CapturableDraft):
     def commit(self, verified: VerifiedStep) -> None:
         """Keep the target's best tokens at the nodes of each depth as the candidates of the step after them."""
         assert self._drafted is not None, "trees are drafted before they are verified"
-        drafted, layout, counts = self._drafted, self.layout, verified.counts[:, None]
-        order = arange_cached(drafted.tokens.shape[1] + 1, counts.device)
-        chosen = _chosen_tokens(verified, len(order))
-        is_chosen = (drafted.tokens == chosen[:, :-1, None]) & (drafted.gaps < torch.inf)
-        is_observed = order[:-1] < counts
+        drafted, counts = self._drafted, verified.counts[:, None]
+        depths = arange_cached(drafted.tokens.shape[1], counts.device)
+        chosen = _chosen_tokens(verified, len(depths))
+        is_chosen = drafted.tokens[:, 1:] == chosen[:, :-1, None]
+        is_observed = depths[:-1] < counts
         if drafted.is_forced is not None:
-            is_observed = is_observed & ~drafted.is_forced
-        self.calibration.observe(drafted.prior, drafted.buckets, is_chosen, is_observed)
+            is_observed = is_observed & ~drafted.is_forced[:, 1:]
+        self.calibration.observe(drafted.prior[:, 1:], drafted.buckets[:, 1:], is_chosen, is_observed)
 
-        indices, gaps, has_node = _candidates_by_depth(verified, len(order), self.ranks)
-        tokens = layout.token_ids(indices)
-        tokens[..., 0] = torch.where(order < counts, chosen, tokens[..., 0])
-        rows = (drafted.steps[:, None] + 1 + order + self._row_start).flatten()
-        keep = ~has_node.flatten()[:, None]
-        for table, new in ((self.candidates, tokens), (self.gaps, gaps)):
-            flat = table.flatten(0, 1)
-            flat.index_copy_(0, rows, torch.where(keep, flat.index_select(0, rows), new.flatten(0, 1)))
+        indices, gaps, has_node = _candidates_by_depth(verified, len(depths), self.ranks)
+        tokens = self.layout.token_ids(indices).masked_fill(gaps == torch.inf, -1)
+        tokens[..., 0] = torch.where(depths < counts, chosen, tokens[..., 0])
+        # Steps after depths without nodes keep their candidates: theirs go to the last row, which is not used.
+        rows = torch.where(has_node, drafted.rows + 1 + depths, self.candidates.shape[0] - 1).flatten()
+        self.candidates.index_copy_(0, rows, tokens.flatten(0, 1))
+        self.gaps[:, :-1].index_copy_(0, rows, gaps.flatten(0, 1))
 
 
 @functools.cache  # unbounded: CUDA graphs keep reading these tensors

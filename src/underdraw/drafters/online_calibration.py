@@ -1,11 +1,14 @@
 """Acceptance probabilities of candidate tokens, corrected while decoding by which candidates the target chose.
 
 The prior depends on the depth in the tree and on the gaps: how far the score of each candidate is behind the best one.
-It was fitted to the embedded model at temperatures 0.5 and 1 (docs/experiments.md). Other models differ, so the
-observed choices correct it: the probability of a rank is multiplied by observed / expected, counted by the first gap.
+It was fitted to the embedded model at temperatures 0.5 and 1. Other models differ, so the observed choices correct it:
+the probability of a rank is multiplied by observed / expected, counted by the gap from the first candidate to the next.
 """
 
 from __future__ import annotations
+
+import functools
+import math
 
 import torch
 from torch import Tensor
@@ -17,8 +20,18 @@ MAX_RANKS = 8
 _RANK_BIAS = (0.0, -0.47, -0.95, -1.17, -1.59, -1.83, -1.87, -2.08)
 _GAP_SLOPE = (0.49, 0.7, 0.92, 1.19)  # depths 1, 2, 3, and all deeper ones
 _NONE = (-1.0, -2.28, -3.07, -3.61)
-_GAP_EDGES = (0.25, 0.75, 1.5, 3.0, 6.0, 1e20)  # the last bucket: there is one candidate only
+_GAP_EDGES = (0.25, 0.75, 1.5, 3.0, 6.0, 1e20)  # of the buckets; in the last one there is no second candidate
 _PRIOR_COUNT = 8.0  # observations that the prior is worth, per bucket and rank
+
+
+@functools.cache  # unbounded: CUDA graphs keep reading these tensors
+def _prior_tables(depth: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Biases (D + 1, k + 1) and negative slopes (D + 1, 1) of depths 0 to D; the root, of depth 0, is certain."""
+    rows = [[0.0] + [-math.inf] * ranks]
+    for d in range(depth):
+        rows.append([*_RANK_BIAS[:ranks], _NONE[min(d, len(_NONE) - 1)]])
+    slopes = [-1.0] + [-_GAP_SLOPE[min(d, len(_GAP_SLOPE) - 1)] for d in range(depth)]
+    return torch.tensor(rows, device=device), torch.tensor(slopes, device=device)[:, None]
 
 
 class OnlineCalibration:
@@ -34,31 +47,23 @@ class OnlineCalibration:
         self.counts.zero_()
 
     def gap_buckets(self, gaps: Tensor) -> Tensor:
-        """The bucket (B, D) of candidates by the gap from the best to the second: gaps (B, D, k)."""
-        if self.ranks == 1:
-            return torch.zeros(gaps.shape[:2], dtype=torch.int64, device=gaps.device)
+        """The bucket (B, D + 1) of candidates by the gap from the best to the second: gaps (B, D + 1, k + 1)."""
         return torch.bucketize(gaps[..., 1].contiguous(), constant(_GAP_EDGES, torch.float32, gaps.device))
 
-    def prior(self, gaps: Tensor, is_forced: Tensor | None) -> Tensor:
-        """Prior log acceptance probabilities (B, D, k + 1) of candidates of depths 1 to D; the last for none of them.
+    def prior(self, gaps: Tensor, is_forced: Tensor | None = None) -> Tensor:
+        """Prior log weights (B, D + 1, k + 1) of the candidates of depths 0 to D, the last for none of them.
 
-        `gaps` (B, D, k) are 0 for the best candidate and inf where there is none; at steps that are `is_forced` (B, D)
-        the first candidate is certain.
+        `gaps` (B, D + 1, k + 1) are 0 for the best candidate and for "none", and inf where there is no candidate. At
+        steps that are `is_forced` (B, D + 1) the first candidate is certain.
         """
-        depth, device = gaps.shape[1], gaps.device
-        slope, none = (
-            constant((table + table[-1:] * depth)[:depth], torch.float32, device)[:, None]
-            for table in (_GAP_SLOPE, _NONE)
-        )
-        bias = constant(_RANK_BIAS[: self.ranks], torch.float32, device)
-        weights = bias - slope * torch.log1p(4 * gaps)
-        none = none.expand(*gaps.shape[:2], 1)
+        bias, slope = _prior_tables(gaps.shape[1] - 1, self.ranks, gaps.device)
+        prior = torch.addcmul(bias, slope, torch.log1p(4 * gaps))
         if is_forced is not None:
-            none = none.masked_fill(is_forced[..., None], -torch.inf)
-        return torch.cat([weights, none], dim=-1).log_softmax(-1)
+            prior[..., 1:].masked_fill_(is_forced[..., None], -torch.inf)
+        return prior
 
-    def correct(self, prior: Tensor, buckets: Tensor) -> Tensor:
-        """Log acceptance probabilities by `prior` and what was observed: (B, D, k + 1), (B, D) -> (B, D, k + 1)."""
+    def log_probs(self, prior: Tensor, buckets: Tensor) -> Tensor:
+        """Log acceptance probabilities by `prior` and what was observed: (B, D + 1, k + 1)."""
         observed, expected = (self.counts + _PRIOR_COUNT).unbind(1)
         return (prior + (observed / expected).log()[buckets]).log_softmax(-1)
 
@@ -67,8 +72,8 @@ class OnlineCalibration:
 
         One matrix product instead of atomic additions, so that runs are reproducible.
         """
-        outcome = torch.cat([is_chosen, ~is_chosen.any(-1, keepdim=True)], dim=-1).float()
-        rows = torch.cat([outcome, prior.exp()], dim=-1).flatten(0, 1)  # (B * D, 2 * (k + 1))
+        outcome = torch.cat([is_chosen, ~is_chosen.any(-1, keepdim=True)], dim=-1)
+        rows = torch.cat([outcome, prior.softmax(-1)], dim=-1).flatten(0, 1)  # (B * D, 2 * (k + 1))
         order = arange_cached(self.counts.shape[0], buckets.device)
-        member = (buckets.flatten() == order[:, None]) & is_observed.flatten()  # (buckets, B * D)
-        self.counts.flatten(1).addmm_(member.float(), rows)
+        is_member = (buckets.flatten() == order[:, None]) & is_observed.flatten()  # (buckets, B * D)
+        self.counts.flatten(1).addmm_(is_member.float(), rows)

@@ -1,24 +1,38 @@
 """Trees with a trunk: a chain of first candidates, and branches that deviate from it once.
 
 The candidates of a step do not depend on the path before it. So a branch is given by the depth and rank of its
-deviation, its probability down to any depth is a sum of three logarithms, and the best nodes of all branches are found
-by two top-k selections, without a loop over levels or nodes.
+deviation, its probability down to any depth is a sum of logarithms, and the best nodes of all branches are found by two
+top-k selections, without a loop over levels or nodes.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from underdraw.constants import arange_cached
-from underdraw.tree import DraftTree, chain
+from underdraw.tree import DraftTree
+
+_TRUNK = 1e9  # log probability that puts the trunk before all branches
+_LEAST, _MOST = -20.0, -1e-3  # log probabilities of first candidates: a longer branch is always less probable
+
+
+@functools.cache  # unbounded: CUDA graphs keep reading these tensors
+def _branch_bonus(depth: int, ranks: int, device: torch.device) -> Tensor:
+    """Added to the log probability of a branch by depth and rank of its first node (D + 1, k).
+
+    The trunk is the branch that starts at the root with rank 0; other branches start with rank 1 or more.
+    """
+    bonus = torch.zeros(depth + 1, ranks)
+    bonus[:, 0] = -torch.inf
+    bonus[0, 0] = _TRUNK
+    return bonus.to(device)
 
 
 def grow_trunk_tree(
-    root: Tensor,
     tokens: Tensor,
     log_probs: Tensor,
     size: int,
@@ -27,66 +41,55 @@ def grow_trunk_tree(
     nodes: Tensor,
     min_probability: float = 0.0,
 ) -> DraftTree:
-    """B trees of `size` nodes: the first `trunk` (B,) candidates in a chain, then the most probable branches.
+    """B trees of at most `size` nodes: the first `trunk` (B,) candidates in a chain, then the most probable branches.
 
-    root (B,); tokens (B, D, k) are the candidates of depths 1 to D and log_probs (B, D, k) their log probabilities of
-    being accepted, -inf for candidates that must not be used; those of rank 0 must be finite. Tree b has at most
-    nodes[b] > trunk[b] nodes, the root included. Nodes of branches below `min_probability` are left out.
+    tokens (B, D + 1, k) are the candidates of depths 0 to D, tokens[:, 0, 0] the roots; log_probs (B, D + 1, k) their
+    log probabilities of being accepted, finite at rank 0 and -inf for candidates that must not be used, such as all of
+    depth 0 but the root. Tree b has at most nodes[b] > trunk[b] nodes. Nodes of branches below `min_probability` are
+    left out.
     """
-    depth, ranks = tokens.shape[1:]
-    if ranks == 1:
-        return chain(torch.cat([root[:, None], tokens[..., 0]], dim=1)[:, :size], trunk)
-    first = log_probs[..., 0]  # (B, D)
-    reach = first.cumsum(1)  # log probability that the trunk is accepted down to each depth
-    in_trunk = arange_cached(depth, root.device) < trunk[:, None]
-    # Log probability of a branch down to depth e, if it deviates at depth d with rank r: deviation[d, r] + reach[e].
-    deviation = log_probs[..., 1:] - first[..., None]
-    starts = (deviation + reach[..., None]).masked_fill(~in_trunk[..., None], -torch.inf).flatten(1)
-    best_starts = starts.topk(min(size - 1, starts.shape[1]), dim=1).indices  # (B, R); no other branch can be kept
-    begin = best_starts // (ranks - 1)  # depth - 1 of the deviation
-    branch_log_probs = deviation.flatten(1).gather(1, best_starts)[..., None] + reach[:, None]  # (B, R, D)
-    excluded = ~in_trunk[:, None] | (arange_cached(depth, root.device) < begin[..., None])
+    levels, ranks = tokens.shape[1:]
+    depths = arange_cached(levels, tokens.device)
+    first = log_probs[..., 0].clamp(_LEAST, _MOST)
+    reach = torch.where(depths <= trunk[:, None], first.cumsum(1), -torch.inf)  # (B, D + 1) of the trunk to each depth
+    # Log probability of a branch down to depth e, if it starts at depth d with rank r: deviation[d, r] + reach[e].
+    deviation = log_probs - first[..., None] + _branch_bonus(levels - 1, ranks, tokens.device)
+    starts = (deviation + reach[..., None]).flatten(1)
+    branches = starts.topk(min(size, levels * ranks), dim=1).indices  # (B, R) depth * k + rank; the trunk is the first
+    branch_log_probs = deviation.flatten(1).gather(1, branches)[..., None] + reach[:, None]  # (B, R, D + 1)
+    is_excluded = depths < (branches // ranks)[..., None]
     if min_probability:
-        excluded = excluded | (branch_log_probs < math.log(min_probability))
-    branch_log_probs = branch_log_probs.masked_fill(excluded, -torch.inf)
-    # Branch 0 is the trunk, which is always kept.
-    trunk_log_probs = torch.where(in_trunk, torch.inf, -torch.inf)
-    every = torch.cat([trunk_log_probs[:, None], branch_log_probs], dim=1).flatten(1)
-    values, index = every.topk(min(size - 1, every.shape[1]), dim=1)
-    order = arange_cached(index.shape[1], root.device)
-    is_padding = (values == -torch.inf) | (order >= nodes[:, None] - 1)
-    # Sorted by branch: each one is a run of nodes, whichever of equally probable nodes top-k took.
-    branch = (index // depth).masked_fill(is_padding, every.shape[1]).sort(dim=1).values
-    return _tree_of_runs(
-        root, tokens, branch, functional.pad(begin, (1, 0)), functional.pad(best_starts % (ranks - 1) + 1, (1, 0))
-    )
+        is_excluded = is_excluded | (branch_log_probs < math.log(min_probability))
+    branch_log_probs = branch_log_probs.masked_fill(is_excluded, -torch.inf).flatten(1)
+    values, index = branch_log_probs.topk(min(size, branch_log_probs.shape[1]), dim=1)
+    order = arange_cached(index.shape[1], tokens.device)
+    is_node = (values > -torch.inf) & (order < nodes[:, None])
+    # Sorted, every branch is a run of nodes in order of depth, and padding comes last.
+    index = torch.where(is_node, index, branch_log_probs.shape[1]).sort(dim=1).values
+    return _tree_of_runs(tokens, branches, index)
 
 
-def _tree_of_runs(root: Tensor, tokens: Tensor, branch: Tensor, begin: Tensor, rank: Tensor) -> DraftTree:
-    """The tree whose nodes 1, 2, ... belong to the sorted branches (B, M); those past the last one are padding.
+def _tree_of_runs(tokens: Tensor, branches: Tensor, index: Tensor) -> DraftTree:
+    """The tree of sorted nodes (B, N), each given as (row of `branches`) * (D + 1) + depth; larger ones are padding.
 
-    `begin` and `rank` (B, R) are depth - 1 and rank of the first node of each branch. Branch 0 is the trunk, so that
-    its node of depth d has index d.
+    The trunk is the first branch, so its node of depth d has index d, and the root index 0.
     """
-    count, ranks = branch.shape[1], tokens.shape[2]
-    index = arange_cached(count + 1, root.device)  # of nodes
-    is_padding = branch >= begin.shape[1]
-    inside = branch.masked_fill(is_padding, 0)
-    is_first = functional.pad(branch[:, 1:] != branch[:, :-1], (1, 0), value=True)
-    run_start = torch.where(is_first, index[1:], 0).cummax(1).values  # index of the first node of the run
-    begin, rank = begin.gather(1, inside), torch.where(is_first, rank.gather(1, inside), 0)
-    level = (begin + index[1:] - run_start).masked_fill(is_padding, 0)  # depth - 1
-    drafted = tokens.flatten(1).gather(1, level * ranks + rank)
-    parents = torch.where(is_first, begin, index[:-1]).masked_fill(is_padding, 0)
-    # The ancestors of a node: its run up to the node, and the trunk down to where the run begins.
-    run_start = functional.pad(torch.where(is_padding, index[1:], run_start), (1, 0))
-    begin = functional.pad(begin.masked_fill(is_padding, -1), (1, 0))
-    in_run = (index >= run_start[..., None]) & (index <= index[:, None])
+    levels, ranks = tokens.shape[1:]
+    nodes = arange_cached(index.shape[1], tokens.device)
+    is_padding = index >= branches.shape[1] * levels
+    index = index.masked_fill(is_padding, 0)
+    depth, branch = index % levels, branches.gather(1, index // levels)
+    begin = branch // ranks  # depth of the first node of the run
+    is_first = depth == begin
+    rank = torch.where(is_first, branch % ranks, 0)
+    run_start = nodes - depth + begin
+    # The ancestors of a node: the trunk down to where its run begins, and its run.
+    in_run = (nodes >= run_start[..., None]) & (nodes <= nodes[:, None])
     return DraftTree(
-        torch.cat([root[:, None], drafted], dim=1),
-        functional.pad(parents, (1, 0), value=-1),
-        functional.pad((level + 1).masked_fill(is_padding, -1), (1, 0)),
-        in_run | (index <= begin[..., None]),
-        functional.pad(rank, (1, 0)),
+        tokens.flatten(1).gather(1, depth * ranks + rank),
+        torch.where(is_first, begin - 1, nodes - 1).masked_fill(is_padding, 0),
+        depth.masked_fill(is_padding, -1),
+        in_run | (nodes < begin[..., None]),
+        rank,
         ranks,
     )

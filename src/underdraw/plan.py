@@ -14,7 +14,7 @@ from underdraw.errors import ConfigError
 
 MAX_NODES = 128  # of one tree, the root included: every KV cache keeps this many slots free
 MAX_DEPTH = MAX_NODES - 1  # of a tree
-MAX_GPU_DEPTH = 63  # the same with row-invariant numerics on a GPU: `kernels.tree_attention` sums so many keys singly
+MAX_GPU_DEPTH = 63  # the same with row-invariant numerics on a GPU: keys that `kernels.tree_attention` sums one by one
 MAX_EXPANDED = 256  # nodes of one tree that a drafter expands
 BUCKET_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # tree sizes that captured passes are padded to
 

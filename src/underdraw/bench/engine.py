@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -34,6 +34,7 @@ from underdraw.models.family import Placement
 from underdraw.models.random_weights import ModelShape, model_shape, random_target, randomise
 from underdraw.nn.attention import AttentionBackend
 from underdraw.nn.layer_functions import EAGER, LayerFunctions
+from underdraw.nn.numerics import Numerics, eager_backend, resolve_numerics
 from underdraw.nn.row_invariant import pack_weights
 from underdraw.nn.target import DecoderTarget
 from underdraw.plan import TreePlan
@@ -67,6 +68,7 @@ class EngineBenchConfig:
     drafters: tuple[DrafterKind, ...] = ("eagle", "block")  # drafters whose levels are timed
     attention_backend: AttentionBackend = "auto"  # auto: the fastest one
     tuned: bool = False  # autotune GEMMs during compilation
+    numerics: Numerics = "row-invariant"
 
 
 @dataclass
@@ -82,11 +84,15 @@ class EngineBench:
     def __post_init__(self) -> None:
         config = self.config
         self.shape = model_shape(config.model)
-        self.target = random_target(self.shape.arch, config.placement)
+        self.target = replace(random_target(self.shape.arch, config.placement), numerics=config.numerics)
         capture = CudaGraphPass if self.device.type == "cuda" and config.compile != "off" else EagerPass
-        functions = compiled_layer_functions(tuned=config.tuned) if config.compile == "on" else EAGER
-        self.graphs = GraphCache(capture=capture, layer_functions=functions, report=self.set_stage)
-        self.use_attention(config.attention_backend)
+        functions, backend = eager_backend(config.numerics, self.device)
+        if functions is EAGER:
+            functions = compiled_layer_functions(tuned=config.tuned) if config.compile == "on" else EAGER
+            backend = config.attention_backend
+        self.graphs = GraphCache(
+            capture=capture, layer_functions=functions, attention_backend=backend, report=self.set_stage
+        )
 
     @property
     def device(self) -> torch.device:
@@ -323,7 +329,7 @@ def measure(
     set_stage(f"random weights of {config.model}")
     bench = EngineBench(config, set_stage)
     record = _start_record(bench, bandwidth)
-    if device.type == "cuda" and config.attention_backend == "auto":
+    if device.type == "cuda" and bench.graphs.attention_backend == "auto":
         record["variants_ms"] = bench.time_variants()
         save(record)
         bench.use_attention(fastest_attention(record["variants_ms"]))
@@ -367,7 +373,8 @@ def _start_record(bench: EngineBench, bandwidth: float) -> dict[str, Any]:
         "top_k": shape.top_k,
         "dtype": str(config.placement.dtype).removeprefix("torch."),
         "compiled": config.compile,
-        "attention": config.attention_backend,
+        "numerics": resolve_numerics(config.numerics, bench.device),
+        "attention": bench.graphs.attention_backend,
         "tuned": config.tuned,
         "tokens": shape.layout.stop - shape.layout.start,
         "bytes_a_pass": size,

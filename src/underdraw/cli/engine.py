@@ -89,6 +89,7 @@ def engine(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     compile: options.Compile = "auto",
+    numerics: options.Numerics = "row-invariant",
     out: Out = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -106,13 +107,12 @@ def engine(
         from underdraw.engine.cuda_graphs import make_graph_cache
         from underdraw.io import atomic_write_json
         from underdraw.models.loading import resolve_placement
-        from underdraw.nn.layer_functions import EAGER
 
         placement = resolve_placement(device, dtype)
-        graphs = make_graph_cache(placement.device, compile)
-        mode: Any = "off" if graphs is None else "capture" if graphs.layer_functions is EAGER else "on"
+        graphs = make_graph_cache(placement.device, compile, numerics)
+        mode: Any = "off" if graphs is None else "on" if graphs.layer_functions.is_compiled else "capture"
         if tune and mode != "on":
-            raise ConfigError("--tune needs compiled passes; leave it out, or use --compile on.")
+            raise ConfigError("--tune needs compiled passes on a GPU; leave it out, or add --numerics fastest.")
         config = EngineBenchConfig(
             model.removeprefix(PREFIX),
             placement,
@@ -122,6 +122,7 @@ def engine(
             temperature=1.0 if temperature is None else temperature,
             attention_backend=attention,
             tuned=tune,
+            numerics=numerics,
         )
 
         def save(partial: dict[str, Any]) -> None:
@@ -139,7 +140,7 @@ def _load_traces(paths: Sequence[Path], kinds: Sequence[str]) -> list[tuple[Trac
     if unknown:
         raise ConfigError(f"--replay-drafter {unknown[0]} is unknown; use {', '.join(DRAFTER_KINDS)}.")
     if len(kinds) > len(paths):
-        raise ConfigError("--replay-drafter belongs to a --replay; give as many traces.")
+        raise ConfigError("there are more --replay-drafter than --replay options; give one trace per drafter.")
     drafters: Any = [*kinds, *["block"] * (len(paths) - len(kinds))]
     return [(Trace.load(path), kind) for path, kind in zip(paths, drafters, strict=True)]
 

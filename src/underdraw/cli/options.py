@@ -34,8 +34,8 @@ Drafter = Annotated[
         "--drafter",
         metavar="DRAFTER",
         rich_help_panel=PARTS,
-        help="What drafts tokens: auto (the model's drafter, or jacobi), jacobi, neighbour, a drafter's folder, or "
-        "OWNER/NAME on the Hugging Face hub.",
+        help="What drafts tokens: auto (what the model was saved with, else its own drafter, else jacobi), jacobi, "
+        "jacobi-tree, neighbour, a drafter's folder, or OWNER/NAME on the Hugging Face hub.",
     ),
 ]
 Tree = Annotated[
@@ -80,8 +80,8 @@ Compile = Annotated[
     Literal["auto", "on", "capture", "off"],
     typer.Option(
         rich_help_panel=PARTS,
-        help="Compile passes and replay them as CUDA graphs (on); only CUDA graphs, which starts at once and runs "
-        "slower (capture); neither (off). auto is on for a GPU.",
+        help="How passes run on a GPU: replayed as CUDA graphs (capture), with --numerics fastest compiled before that "
+        "(on), or eagerly (off). auto is on.",
     ),
 ]
 Guidance = Annotated[

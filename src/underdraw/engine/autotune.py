@@ -26,6 +26,7 @@ from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.cost import Cost
 from underdraw.policies.fixed import Chain, NoTree
+from underdraw.policies.trunk import Trunk
 from underdraw.protocols import Drafter, Prompt, Target, TreePolicy
 from underdraw.registry import policies
 from underdraw.sampling import Sampler
@@ -34,6 +35,7 @@ from underdraw.verifiers.exact import Exact
 log = logging.getLogger(__name__)
 AUTO = "auto"
 CHAIN_DEPTH = 24  # of drafters whose guesses are all there at once
+CPU_TRUNK_NODES, GPU_TRUNK_NODES = 32, 64  # nodes of a tree with a trunk under `auto`
 MAX_BATCH = 4  # larger batches use the costs of this one
 SLOWDOWN = 1.25  # the largest ratio of a pass with a tree to a plain pass
 LEVEL_ACCEPTANCE = 0.7  # probability that a level's best node is accepted if the one above it was; see docs/lab.md
@@ -102,12 +104,14 @@ def build_tree(spec: str | TreePolicy) -> TreePolicy | None:
 
 
 def resolve_tree(policy: TreePolicy | None, drafter: Drafter, workload: Callable[[], Workload]) -> TreePolicy:
-    """`policy`, or if it is None (`auto`) a chain for drafters of chains and else a tree as large as pays here."""
+    """`policy`; if it is None (`auto`), a chain or trunk of a fixed size, or a tree of the size that pays."""
     if policy is not None:
         return policy
     if drafter.proposes == "chain":
         return Chain(CHAIN_DEPTH)
     work = workload()
+    if drafter.proposes == "trunk":
+        return Trunk(nodes=CPU_TRUNK_NODES if work.graphs is None else GPU_TRUNK_NODES)
     costs = load_or_measure_costs(work)
     log.debug("costs of passes: %s", costs)
     if work.graphs is not None:

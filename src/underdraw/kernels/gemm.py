@@ -3,7 +3,7 @@
 
 Every output is one sum over K, accumulated in float32 from the first input to the last and rounded once, whatever the
 tile sizes and however many rows there are. A BLAS kernel that does not split K adds in the same order, so both give the
-same bits (measured: docs/exactness.md); `underdraw.nn.row_invariant_cuda` checks that and picks the faster one.
+same bits (measured: docs/exactness.md); `underdraw.nn.row_invariant_gpu` checks that and picks the faster one.
 
 Norms and gates run on one row a program, so a row never depends on the others either. Sums of squares are accumulated
 in float64: their float32 value does not depend on the order of summation, which compilers choose.

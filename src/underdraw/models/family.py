@@ -10,7 +10,7 @@ To add a family, write one module with four things:
 4. `FAMILY = Family(...)`: a name, a summary, the published checkpoints, and the three functions.
 
 Then register `FAMILY` under the entry point group `underdraw.family` of your package (or in `registry.families`).
-docs/models.md has a complete example of 60 lines.
+docs/models.md has a complete example.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Exact speculative decoding needs a tree node to get the same logits as the same token decoded alone. A BLAS picks its
 kernel by the shape of a product, and kernels differ in the order in which they add up. Four rules keep that order the
-same (`benchmarks/invariance.py` measures what breaks them, docs/architecture.md explains them):
+same (`benchmarks/invariance.py` measures what breaks them, docs/exactness.md explains them):
 
 - weights are stored input-major, or packed: `PACK_WIDTH` outputs side by side, input-major, one pack after the other,
   which gives the same bits and is faster because memory is read in order;
@@ -12,7 +12,7 @@ same (`benchmarks/invariance.py` measures what breaks them, docs/architecture.md
   nothing.
 
 How many rows and positions depends on the processor, so they are probed once per number of threads, in a few
-milliseconds. GPUs are left alone: their GEMMs round by shape.
+milliseconds. `row_invariant_gpu` does the same for GPUs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Token ids: 0 is padding, 1 the beginning of a prompt (BOS), then the 256 bytes, then one id per merge in the order of
 learning, then one per word of the vocabulary. A word of the vocabulary is one token; anything else is encoded by merges
-and bytes, so text in any script encodes, only to more tokens. Merges and words are learnt by recipes/tiny/text.py.
+and bytes, so text in any script encodes, only to more tokens. Merges and words are learnt by
+recipes/tiny/text_tokenizer.py.
 """
 
 from __future__ import annotations

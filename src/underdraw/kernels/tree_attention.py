@@ -150,13 +150,13 @@ def _sums(  # type: ignore[no-untyped-def]
         first = tl.min(tl.where(is_query, boundary, 2147483647), 0)
         last = nodes - count + tl.max(tl.where(is_query, node, 0), 0)  # no query sees a node behind itself
         end = tl.minimum(length + last + 1, capacity)
-        largest, weight, out = _tail_sums(
+        largest, weight, tail_out = _tail_sums(
             query, keys, values, ancestors, cache, column, first, end, length, boundary, node, is_query,
             (row % images).to(tl.int64) * a_image, a_node, a_slot, scale, WIDTH, M, D, TAIL_KEYS, TAIL_WIDTH, PRECISION,
         )  # fmt: skip
         tl.store(top + index, largest, mask=is_query)  # the same from all columns
         tl.store(total + index, weight, mask=is_query)
-        tl.store(part + index[:, None].to(tl.int64) * D + column[None, :], out, mask=is_query[:, None])
+        tl.store(part + index[:, None].to(tl.int64) * D + column[None, :], tail_out, mask=is_query[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

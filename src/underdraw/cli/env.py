@@ -143,12 +143,13 @@ def kernel_info() -> dict[str, str]:
         from underdraw.nn.attention import triton_available
 
         cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
-        triton = ", underdraw's Triton kernels where they are faster" if triton_available(torch.device("cuda")) else ""
+        has_triton = triton_available(torch.device("cuda"))
         tf32 = "on" if torch.backends.cuda.matmul.allow_tf32 else "off"
+        blas = f"cuBLAS (CUDA {cuda}), TF32 {tf32}"
         return {
             "device": "cuda",
-            "matrices": f"cuBLAS (CUDA {cuda}), TF32 {tf32}{triton}",
-            "attention": f"torch scaled_dot_product_attention{triton}",
+            "matrices": f"row-invariant: underdraw's GEMM or {blas} without split-K" if has_triton else blas,
+            "attention": "underdraw's tree attention" if has_triton else "torch scaled_dot_product_attention",
             "convolutions": f"cuDNN {cudnn}",
         }
     from underdraw.nn.row_invariant import min_rows, row_multiple, sum_block

@@ -54,7 +54,7 @@ Verifier = Annotated[
         metavar="VERIFIER",
         rich_help_panel=PARTS,
         help="Which drafted tokens are accepted: auto (what the model was saved with, or exact), exact (the same image "
-        "as plain sampling), rejection (another image from the same distribution) or lantern (faster, not exact).",
+        "as plain sampling), rejection (another image from the same distribution) or lantern (relaxed: another image).",
     ),
 ]
 Device = Annotated[

@@ -54,7 +54,7 @@ def summary_line(record: dict[str, Any]) -> str:
 
 def pixels_phrase(record: dict[str, Any]) -> str:
     """Whether speculation changed the image, in words."""
-    return "identical pixels" if record["identical"] else "other pixels"
+    return "identical pixels" if record["identical"] else "different pixels"
 
 
 def median_pass_ms(steps: Sequence[StepResult]) -> float:

@@ -1,7 +1,7 @@
 """Whether the bits of a row may depend on the other rows of a pass, and which kernels follow from that on a GPU.
 
 `row-invariant` (the default): the logits of a node have the same bits in every tree, bucket and batch, so the same seed
-gives the same image with and without speculation, in every dtype. On a CPU that always holds.
+gives the same image with and without speculation, in every dtype. A CPU has no other mode (docs/exactness.md).
 `fastest`: GEMMs and attention by whatever kernel is fastest for their shape. Rounding then depends on the shape, a near
 tie is decided differently now and then, and an image may differ from that of plain decoding.
 """

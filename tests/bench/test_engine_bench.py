@@ -142,7 +142,7 @@ def test_engine_command_shows_progress_from_the_start(capsys: pytest.CaptureFixt
         (["--model", "random:gpt"], "random model"),
         (["--model", "random:toy", "--batch", "9"], "--batch 9"),
         (["--model", "random:toy", "--device", "cpu", "--compile", "on"], "needs a CUDA device"),
-        (["--model", "random:toy", "--replay-drafter", "block"], "belongs to a --replay"),
+        (["--model", "random:toy", "--replay-drafter", "block"], "more --replay-drafter than --replay"),
     ],
 )
 def test_bad_option_prints_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from underdraw import __version__
 from underdraw.errors import ConfigError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 OutputType = Literal["pil", "np", "pt", "codes"]
 """list[PIL.Image], array (B, H, W, 3) in [0, 1], tensor (B, 3, H, W) in [0, 1], or codes (B, rows, cols)."""
+GREY = 128 / 255  # of cells that are not drawn yet
 ImagesT = TypeVar("ImagesT")  # what `output_type` says
 
 
@@ -137,11 +139,13 @@ class PipelineOutput(Generic[ImagesT]):
 def decode_images(
     tokenizer: ImageTokenizer, histories: Sequence[History], device: torch.device, output_type: OutputType
 ) -> Any:
-    """Images of the recorded tokens; cells without a token are white."""
-    layout = histories[0].layout
-    tokens = torch.from_numpy(np.stack([history.tokens for history in histories]))
+    """Images of the recorded tokens, of unfinished images too; cells without a token are grey.
+
+    As `codes` such cells repeat the one above them, as the image tokenizer sees them: then drawn cells at the border,
+    whose pixels depend on their neighbours, look as they will in the end.
+    """
     missing = torch.from_numpy(np.stack([history.grid("tokens") < 0 for history in histories]))
-    codes = layout.grid(torch.where(tokens < 0, layout.codes.start, tokens))
+    codes = torch.from_numpy(np.stack([_filled_codes(history) for history in histories]))
     if output_type == "codes":
         return codes
     # One by one: convolutions round by batch size, and an image must not depend on its batch.
@@ -149,7 +153,7 @@ def decode_images(
     pixels = (decoded * 0.5 + 0.5).clamp(0, 1)  # (B, 3, H, W)
     if missing.any():
         blank = missing[:, None].repeat_interleave(tokenizer.downsample, 2)
-        pixels = pixels.masked_fill(blank.repeat_interleave(tokenizer.downsample, 3), 1.0)
+        pixels = pixels.masked_fill(blank.repeat_interleave(tokenizer.downsample, 3), GREY)
     if output_type == "pt":
         return pixels
     array = pixels.permute(0, 2, 3, 1).numpy()
@@ -158,3 +162,14 @@ def decode_images(
     from PIL import Image
 
     return [Image.fromarray((image * 255).round().astype(np.uint8)) for image in array]
+
+
+def _filled_codes(history: History) -> NDArray[np.int64]:
+    """The codes (rows, cols) of an image; cells without a token repeat the one above, or the last one of row 0."""
+    codes = history.layout.grid(history.tokens).copy()
+    missing = history.grid("tokens") < 0
+    drawn = int((~missing[0]).sum())  # cells are drawn in raster order
+    codes[0, drawn:] = codes[0, drawn - 1] if drawn else 0
+    for row in range(1, len(codes)):
+        codes[row] = np.where(missing[row], codes[row - 1], codes[row])
+    return codes

@@ -250,7 +250,7 @@ class Pipeline(PipelineParts):
         )
 
     def interrupt(self) -> None:
-        """End the running call after this pass; cells without a token are white."""
+        """End the running call after this pass; cells without a token are grey."""
         self._interrupted = True
 
     def plain(self) -> Pipeline:
@@ -313,7 +313,7 @@ class Pipeline(PipelineParts):
         return tqdm(total=total, **options)
 
     def decode_images(self, histories: Sequence[History], output_type: OutputType = "pil") -> Any:
-        """Images of the recorded tokens; cells without a token are white."""
+        """Images of the recorded tokens; cells without a token are grey."""
         return decode_images(self.model.image_tokenizer, histories, self.device, output_type)
 
     def save_pretrained(self, folder: str | Path) -> Path:

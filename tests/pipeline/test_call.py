@@ -118,7 +118,7 @@ def test_callback_sees_every_pass(pipe: Pipeline) -> None:
         assert tokens == history.tokens[1:].tolist()
 
 
-def test_interrupt_ends_a_call_and_leaves_cells_white(pipe: Pipeline) -> None:
+def test_interrupt_ends_a_call_and_leaves_cells_grey(pipe: Pipeline) -> None:
     def stop(pipe: Pipeline, index: int, step: int, details: dict[str, Any]) -> None:
         if index == 4:
             pipe.interrupt()
@@ -129,7 +129,7 @@ def test_interrupt_ends_a_call_and_leaves_cells_white(pipe: Pipeline) -> None:
     has_token = out.history.grid("tokens") >= 0
     assert 0 < has_token.sum() < small_checkpoint.SIDE**2
     assert np.array_equal(out.history.grid("tokens")[has_token], complete.history.grid("tokens")[has_token])
-    assert np.asarray(out.images[0])[-1].min() == 255
+    assert set(np.asarray(out.images[0])[-1].flatten().tolist()) == {128}
     assert images_equal(pipe("fox", seed=1), complete), "the next call is not interrupted"
 
 

@@ -1,0 +1,145 @@
+"""The scheduler draws the images of many requests, each as if it were alone."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from underdraw import Pipeline
+from underdraw.engine.scheduler import ScheduledImage, Scheduler
+from underdraw.errors import ConfigError
+from underdraw.request import GenerationRequest
+
+
+def drain(scheduler: Scheduler, max_steps: int = 2000) -> list[ScheduledImage]:
+    """Step until nothing is left; returns the images in the order in which they ended."""
+    ended = []
+    for _ in range(max_steps):
+        if not scheduler.has_work:
+            return ended
+        ended += scheduler.step().finished
+    raise AssertionError(f"still busy after {max_steps} steps")
+
+
+def tokens_alone(pipe: Pipeline, request: GenerationRequest) -> list[list[int]]:
+    return [pipe.generate(request.select([i])).history.tokens.tolist() for i in range(len(request.prompts))]
+
+
+def test_images_are_those_of_drawing_each_alone(pipe: Pipeline) -> None:
+    requests = [
+        pipe.request(["red fox", "a blue ghost"], seed=5, temperature=0.7, top_k=20),
+        pipe.request("purple", seed=9, guidance_scale=3.0),
+        pipe.request("fox", seed=2, temperature=0.0, num_images_per_prompt=3),
+    ]
+    scheduler = Scheduler(pipe, slots=2)
+    images = [scheduler.add(request, request_id=f"r{i}") for i, request in enumerate(requests)]
+    assert scheduler.waiting == 6 and scheduler.running == 0
+    ended = drain(scheduler)
+    assert len(ended) == 6 and all(image.status == "finished" for image in ended)
+    for number, (request, drawn) in enumerate(zip(requests, images, strict=True)):
+        assert [image.history.tokens.tolist() for image in drawn] == tokens_alone(pipe, request)
+        assert [(image.request_id, image.index) for image in drawn] == [(f"r{number}", i) for i in range(len(drawn))]
+        assert [(image.prompt, image.seed) for image in drawn] == list(zip(request.prompts, request.seeds, strict=True))
+    assert all(image.run_seconds > 0 and image.queued_seconds >= 0 for image in ended)
+
+
+def test_results_are_what_the_history_records(pipe: Pipeline) -> None:
+    scheduler = Scheduler(pipe, slots=3, token_stats="keep")
+    images = scheduler.add(pipe.request("fox", seed=1, num_images_per_prompt=3))
+    counts = dict.fromkeys(images, 0)
+    while scheduler.has_work:
+        for image, result in scheduler.step().results:
+            counts[image] += 1
+            drawn = image.history.tokens[result.start + 1 : result.start + 1 + len(result.tokens)]
+            assert drawn.tolist() == list(result.tokens)
+    assert counts == {image: image.history.passes for image in images}
+    assert all(np.isfinite(image.history.entropy).all() for image in images)
+
+
+def test_cancelled_images_free_their_slots_before_the_next_pass(pipe: Pipeline) -> None:
+    scheduler = Scheduler(pipe, slots=1)
+    first, second, third = scheduler.add(pipe.request("fox", seed=1, num_images_per_prompt=3))
+    scheduler.step()
+    scheduler.cancel([first, second])
+    step = scheduler.step()
+    assert set(step.finished) == {first, second} and {i.status for i in step.finished} == {"cancelled"}
+    assert [image for image, _ in step.results] == [third] and third.status == "running"
+    assert first.history.passes > 0 and not first.history.done and second.history.passes == 0
+    drain(scheduler)
+    scheduler.cancel([third])
+    assert scheduler.step().finished == [] and third.status == "finished"
+
+
+def test_a_failure_stays_with_its_image(pipe: Pipeline) -> None:
+    request = pipe.request(["red fox", "ghost", "blue"], seed=3)
+    expected = tokens_alone(pipe, request)
+    make_prompt = pipe.model.make_prompt
+
+    def fail_for_ghosts(text: str, *rest: object) -> object:
+        if text == "ghost":
+            raise RuntimeError("no ghosts")
+        return make_prompt(text, *rest)  # type: ignore[arg-type]
+
+    object.__setattr__(pipe.model, "make_prompt", fail_for_ghosts)
+    scheduler = Scheduler(pipe, slots=3)
+    fox, ghost, blue = scheduler.add(request)
+    drain(scheduler)
+    assert ghost.status == "failed" and str(ghost.error) == "no ghosts"
+    assert [fox.history.tokens.tolist(), blue.history.tokens.tolist()] == [expected[0], expected[2]]
+    assert fox.error is None and fox.status == blue.status == "finished"
+
+
+def test_threads_may_add_and_cancel_while_one_steps(pipe: Pipeline) -> None:
+    scheduler, images = Scheduler(pipe, slots=2), []
+
+    def ask(seed: int) -> None:
+        added = scheduler.add(pipe.request("fox", seed=seed))
+        images.extend(added)
+        if seed % 3 == 0:
+            scheduler.cancel(added)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(9)]
+    for thread in threads:
+        thread.start()
+        scheduler.step()
+    for thread in threads:
+        thread.join()
+    drain(scheduler)
+    assert all(image.is_done for image in images) and len(images) == 9
+    for image in images:
+        if image.status == "finished":
+            assert image.history.tokens.tolist() == tokens_alone(pipe, image.request)[0]
+
+
+def test_closing_cancels_and_refuses(pipe: Pipeline) -> None:
+    scheduler = Scheduler(pipe, slots=1)
+    images = scheduler.add(pipe.request("fox", num_images_per_prompt=2))
+    scheduler.step()
+    scheduler.close()
+    assert [image.status for image in images] == ["cancelled"] * 2 and not scheduler.has_work
+    with pytest.raises(ConfigError, match="closed"):
+        scheduler.add(pipe.request("fox"))
+
+
+def test_bad_requests_are_refused_before_they_are_queued(pipe: Pipeline) -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        Scheduler(pipe, slots=0)
+    pipe.verifier, pipe.proposal = "rejection", "coupled"
+    scheduler = Scheduler(pipe)
+    with pytest.raises(ConfigError, match="bias"):
+        scheduler.add(pipe.request("fox"))
+    assert not scheduler.has_work
+
+
+def test_partial_images_show_the_cells_drawn_so_far(pipe: Pipeline) -> None:
+    scheduler = Scheduler(pipe, slots=2)
+    image, waiting = scheduler.add(pipe.request("fox", seed=1)) + scheduler.add(pipe.request("ghost", seed=2))
+    assert set(pipe.decode_images([waiting.history], "np").flatten().tolist()) == {np.float32(128 / 255)}
+    while image.history.passes < 8:
+        scheduler.step()
+    partial = pipe.decode_images([image.history], "np")[0]  # (H, W, 3)
+    is_grey = (partial == np.float32(128 / 255)).all(-1)
+    size, drawn = pipe.model.image_tokenizer.downsample, image.history.grid("tokens") >= 0
+    assert np.array_equal(is_grey, ~drawn.repeat(size, 0).repeat(size, 1)) and 0 < is_grey.sum() < is_grey.size

@@ -163,7 +163,7 @@ class History:
     def grid(self, name: str) -> NDArray[Any]:
         """The array `name` as a (height, width) grid of cells."""
         layout = self.layout
-        raster = getattr(self, name)[layout.start : layout.start + layout.row_stride * layout.height]
+        raster = getattr(self, name)[layout.grid_start : layout.grid_start + layout.row_stride * layout.height]
         return raster.reshape(layout.height, layout.row_stride)[:, : layout.width]
 
     def heatmap(self, image: Image | None = None) -> Image:

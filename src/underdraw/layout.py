@@ -1,9 +1,10 @@
 """The token sequence of an image: which tokens are forced, which are codes, and which cell of the grid a step fills.
 
 All knowledge of token ids is here. A *step* counts the tokens of one image from 0: the prologue, then the raster (rows
-of cells, each followed by `row_end` in models that have one), then the epilogue. A *vocabulary index* numbers what a
-raster step can be: the image codes in order and, last, the row end. Everything is integer arithmetic, so it works on
-Python ints, numpy arrays and torch tensors alike and imports neither.
+of cells, each followed by `row_end` in models that have one), then the epilogue. Models that first draw a small version
+of the image have its cells, the *preview*, before the raster. A *vocabulary index* numbers what a raster step can be:
+the image codes in order and, last, the row end. Everything is integer arithmetic, so it works on Python ints, numpy
+arrays and torch tensors alike and imports neither.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Layout:
     prologue: tuple[int, ...] = ()
     row_end: int | None = None
     epilogue: tuple[int, ...] = ()
+    preview: tuple[int, int] | None = None  # rows and columns of a smaller grid of codes before the raster
 
     def __post_init__(self) -> None:
         if self.height < 1 or self.width < 1:
@@ -35,6 +37,8 @@ class Layout:
                 raise ConfigError(
                     f"{name} {ids} holds a negative id or an image code; forced tokens must lie outside {self.codes}."
                 )
+        if self.preview is not None and (min(self.preview) < 1 or self.row_end is not None):
+            raise ConfigError(f"a preview of {self.preview} codes needs two sides of at least 1 and no row ends.")
         if self.row_end is not None and (self.row_end < 0 or self.row_end in self.codes):
             raise ConfigError(f"row_end {self.row_end} must be a token id outside the image codes {self.codes}.")
 
@@ -45,18 +49,23 @@ class Layout:
 
     @property
     def start(self) -> int:
-        """Step of the first cell."""
+        """Step of the first code, which is the preview's where there is one."""
         return len(self.prologue)
+
+    @property
+    def grid_start(self) -> int:
+        """Step of the first cell of the grid."""
+        return self.start + (0 if self.preview is None else self.preview[0] * self.preview[1])
 
     @property
     def stop(self) -> int:
         """One past the step of the last cell. All later tokens are forced, so decoding ends here."""
-        return self.start + self.row_stride * (self.height - 1) + self.width
+        return self.grid_start + self.row_stride * (self.height - 1) + self.width
 
     @property
     def steps(self) -> int:
         """Number of tokens of the image, forced ones included."""
-        return self.start + self.row_stride * self.height + len(self.epilogue)
+        return self.grid_start + self.row_stride * self.height + len(self.epilogue)
 
     @property
     def cells(self) -> int:
@@ -68,24 +77,44 @@ class Layout:
         return len(self.codes) + (self.row_end is not None)
 
     def cell(self, step: int) -> tuple[int, int] | None:
-        """(row, column) of the cell that `step` fills, or None for a forced token."""
-        row, col = divmod(step - self.start, self.row_stride)
-        inside = step >= self.start and row < self.height and col < self.width
+        """(row, column) of the cell that `step` fills, or None for a forced token or a cell of the preview."""
+        row, col = divmod(step - self.grid_start, self.row_stride)
+        inside = step >= self.grid_start and row < self.height and col < self.width
         return (row, col) if inside else None
 
     def step(self, row: int, col: int) -> int:
         """The step that fills cell (row, col)."""
         if not (0 <= row < self.height and 0 <= col < self.width):
             raise ConfigError(f"cell ({row}, {col}) lies outside the {self.height} x {self.width} grid.")
-        return self.start + row * self.row_stride + col
+        return self.grid_start + row * self.row_stride + col
 
     def is_row_end(self, steps: Any) -> Any:
         """True where the token of a raster step is the row end. Elementwise."""
-        return (steps - self.start) % self.row_stride >= self.width
+        return (steps - self.grid_start) % self.row_stride >= self.width
 
     def rows_cols(self, steps: Any) -> tuple[Any, Any]:
-        """Row and column of raster steps, elementwise; a row end is in column `width`."""
-        return (steps - self.start) // self.row_stride, (steps - self.start) % self.row_stride
+        """Row and column of raster steps, elementwise; a row end is in column `width`, and a preview counts alone."""
+        start, _, stride = self._grid_of(steps)
+        return (steps - start) // stride, (steps - start) % stride
+
+    def _grid_of(self, steps: Any) -> tuple[Any, Any, Any]:
+        """First step, height and row stride of the grid that each step belongs to, elementwise."""
+        if self.preview is None:
+            return self.start, self.height, self.row_stride
+        is_preview, (height, width) = steps < self.grid_start, self.preview
+        return (
+            self.grid_start + is_preview * (self.start - self.grid_start),
+            self.height + is_preview * (height - self.height),
+            self.width + is_preview * (width - self.width),
+        )
+
+    def grid_origin(self, steps: Any) -> Any:
+        """Position of the first cell of each step's grid where a grid takes up only its longer side. Elementwise.
+
+        Counted from step 0, as models with positions on three axes do (M-RoPE).
+        """
+        origin = self.start + (steps < self.start) * (steps - self.start)  # a prologue token has its own position
+        return origin if self.preview is None else origin + (steps >= self.grid_start) * max(self.preview)
 
     def token_ids(self, indices: Any) -> Any:
         """Token ids of vocabulary indices, elementwise."""
@@ -103,15 +132,16 @@ class Layout:
 
     def neighbour(self, steps: Any, rows: int, cols: int) -> tuple[Any, Any]:
         """Step of the cell `rows` below and `cols` right of each step, and whether the grid has it. Elementwise."""
-        row, col = self.rows_cols(steps)
-        row, col = row + rows, col + cols
-        inside = (row >= 0) & (row < self.height) & (col >= 0) & (col < self.width)
-        return self.start + row * self.row_stride + col, inside
+        start, height, stride = self._grid_of(steps)
+        width = self.width if self.preview is None else stride
+        row, col = (steps - start) // stride + rows, (steps - start) % stride + cols
+        inside = (row >= 0) & (row < height) & (col >= 0) & (col < width)
+        return start + row * stride + col, inside
 
     def grid(self, tokens: Any) -> Any:
         """The code grid (..., height, width) of whole sequences (..., steps) of tokens (numpy or torch)."""
         if tokens.shape[-1] != self.steps:
             raise ConfigError(f"{tokens.shape[-1]} tokens are not one image; this layout has {self.steps}.")
-        raster = tokens[..., self.start : self.start + self.row_stride * self.height]
+        raster = tokens[..., self.grid_start : self.grid_start + self.row_stride * self.height]
         rows = raster.reshape(*raster.shape[:-1], self.height, self.row_stride)
         return rows[..., : self.width] - self.codes.start

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True)
@@ -175,3 +176,41 @@ def test_non_square_grids(height: int, width: int) -> None:
 def test_layouts_are_hashable() -> None:
     assert Layout(2, 3, range(4, 8)) == Layout(2, 3, range(4, 8))
     assert len({Layout(2, 3, range(4, 8)), Layout(2, 3, range(4, 8)), Layout(3, 2, range(4, 8))}) == 2
+
+
+PREVIEW = Layout(3, 4, range(64), preview=(2, 3), epilogue=(70,))
+
+
+def test_preview_comes_before_the_grid() -> None:
+    """6 cells of the preview, 12 of the grid, the end; only the grid is the image."""
+    assert (PREVIEW.start, PREVIEW.grid_start, PREVIEW.stop, PREVIEW.steps) == (0, 6, 18, 19)
+    tokens = np.arange(19)
+    assert np.array_equal(PREVIEW.grid(tokens), np.arange(6, 18).reshape(3, 4))
+    assert PREVIEW.cell(5) is None and PREVIEW.cell(6) == (0, 0) and PREVIEW.step(2, 3) == 17
+
+
+@pytest.mark.parametrize("kind", ["int", "numpy", "torch"])
+def test_neighbours_stay_in_their_grid(kind: str) -> None:
+    expected: list[tuple[int, int]] = [*((row, col) for row in range(2) for col in range(3))]
+    expected += [(row, col) for row in range(3) for col in range(4)]
+    steps: Any = {"int": None, "numpy": np.arange(18), "torch": torch.arange(18)}[kind]
+    if steps is None:
+        above = [PREVIEW.neighbour(step, -1, 0) for step in range(18)]
+        cells = [PREVIEW.rows_cols(step) for step in range(18)]
+    else:
+        above = list(zip(*(part.tolist() for part in PREVIEW.neighbour(steps, -1, 0)), strict=True))
+        cells = list(zip(*(part.tolist() for part in PREVIEW.rows_cols(steps)), strict=True))
+    assert cells == expected
+    assert [is_inside for _, is_inside in above] == [row > 0 for row, _ in expected]
+    assert [step for step, is_inside in above if is_inside] == [0, 1, 2, *range(6, 14)]
+
+
+def test_grids_take_up_their_longer_side_in_positions() -> None:
+    """As M-RoPE counts: the preview of 2 x 3 cells takes 3 positions."""
+    assert PREVIEW.grid_origin(np.arange(18)).tolist() == [0] * 6 + [3] * 12
+    assert LUMINA.grid_origin(np.arange(5)).tolist() == [0, 1, 2, 3, 3]
+
+
+def test_preview_excludes_row_ends() -> None:
+    with pytest.raises(ConfigError, match="needs two sides of at least 1 and no row ends"):
+        Layout(2, 2, range(8), row_end=9, preview=(1, 1))

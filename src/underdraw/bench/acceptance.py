@@ -113,7 +113,7 @@ def first_child_correlation(
         is_hit = np.full(layout.steps, np.nan)  # by the step of the child, one after the root's
         roots = np.flatnonzero(probed[:, 0] >= 0)
         is_hit[roots + 1] = probed[roots, 0] == 0
-        raster = is_hit[layout.start : layout.start + layout.row_stride * layout.height]
+        raster = is_hit[layout.grid_start : layout.grid_start + layout.row_stride * layout.height]
         grids.append(raster.reshape(layout.height, layout.row_stride)[:, : layout.width])
     stack = np.stack(grids)
     return {name: _shifted_correlation(stack, *offset) for name, offset in NEIGHBOURS.items()}

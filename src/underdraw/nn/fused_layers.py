@@ -53,13 +53,17 @@ def with_cache_kernel(project_qkv: ProjectQKV, layer_to_qkv: LayerToQKV) -> Laye
 
 
 def _project_qkv(layer: DecoderLayer, x: Tensor) -> Tensor:
-    return fused_linear(_rms_norm(layer.attention_norm, x), layer.qkv.weight)[0]
+    return _add_bias(fused_linear(_rms_norm(layer.attention_norm, x), layer.qkv.weight)[0], layer)
 
 
 def _layer_to_qkv(layer: DecoderLayer, next_layer: DecoderLayer, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
     norm = next_layer.attention_norm
     x, deferred = _post_attention(layer, x, attended, norm if isinstance(norm, RMSNorm) else None)
-    return x, fused_linear(deferred or x, next_layer.qkv.weight)[0]
+    return x, _add_bias(fused_linear(deferred or x, next_layer.qkv.weight)[0], next_layer)
+
+
+def _add_bias(qkv: Tensor, layer: DecoderLayer) -> Tensor:
+    return qkv if layer.qkv_bias is None else qkv + layer.qkv_bias
 
 
 def _finish_last_layer(layer: DecoderLayer, final_norm: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
@@ -98,7 +102,7 @@ def _rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
 def _supports(arch: Arch, x: Tensor) -> bool:
     """True for inputs x (R, N, dim) that the kernels are written for."""
     few = x.shape[0] * x.shape[1] <= fused_layer.MAX_ROWS
-    return few and x.dtype == torch.bfloat16 and x.is_cuda and arch.norm != "post"
+    return few and x.dtype == torch.bfloat16 and x.is_cuda and arch.norm not in ("post", "sandwich")
 
 
 _GEMMS = with_cache_kernel(_project_qkv, _layer_to_qkv)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE) over one axis (the sequence) or three (sequence, row, column)."""
+"""Rotary position embeddings (RoPE) over one axis (the sequence) or three (sequence or time, row, column)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ class Rope:
 
     `axes` counts angles, and their sum is half the head's width. `pairing` says which two dimensions an angle rotates:
     (i, i + half) or (2i, 2i + 1). Without `rotate_prompt` the prompt's cosines and sines are zero, which takes its keys
-    and queries out of the scores (LlamaGen).
+    and queries out of the scores (LlamaGen). With `mrope` (GLM-Image) rows and columns count on from the position of
+    their grid, prompt tokens have the same position on all axes, and the axes share one sequence of frequencies.
     """
 
     axes: tuple[int, int, int]
     theta: float = 10000.0
     pairing: Literal["half", "interleaved"] = "half"
     rotate_prompt: bool = True
+    mrope: bool = False
+    unrotated: int = 0  # angles that are always zero, after those of the axes: dimensions without a position
 
     @classmethod
     def one_axis(cls, head_dim: int, theta: float = 10000.0, pairing: Literal["half", "interleaved"] = "half") -> Rope:
@@ -36,21 +39,27 @@ class Rope:
         return cls((head_dim // 2, 0, 0), theta, pairing)
 
     def angles(self, positions: Tensor) -> Tensor:
-        """(..., 3) float positions on the three axes -> (..., sum(axes)) float32 angles."""
+        """(..., 3) float positions on the three axes -> (..., D / 2) float32 angles."""
         axes, frequencies = _axes_and_frequencies(self, positions.device)
         return positions[..., axes] * frequencies
 
     def prompt_rotation(self, count: int, device: torch.device) -> Tensor:
         """Cosines and sines of prompt positions 0..count-1: (count, 2, D / 2)."""
         position = torch.arange(count, device=device, dtype=torch.float32)
-        angles = self.angles(torch.stack([position, torch.zeros_like(position), torch.zeros_like(position)], -1))
+        grid = position if self.mrope else torch.zeros_like(position)
+        angles = self.angles(torch.stack([position, grid, grid], -1))
         table = torch.stack([angles.cos(), angles.sin()], dim=-2)
         return table if self.rotate_prompt else torch.zeros_like(table)
 
     def image_rotation(self, layout: Layout, steps: Tensor, offset: Tensor) -> Tensor:
         """Cosines and sines of image tokens: steps (R, N), sequence position of step 0 (R,) -> (R, N, 2, D / 2)."""
         row, col = layout.rows_cols(steps)
-        positions = torch.stack([steps + offset[:, None], row.clamp(min=0), torch.where(row < 0, 0, col)], dim=-1)
+        row, col = row.clamp(min=0), torch.where(row < 0, 0, col)
+        if self.mrope:
+            origin = layout.grid_origin(steps) + offset[:, None]
+            positions = torch.stack([origin, origin + row, origin + col], dim=-1)
+        else:
+            positions = torch.stack([steps + offset[:, None], row, col], dim=-1)
         angles = self.angles(positions.float())
         return torch.stack([angles.cos(), angles.sin()], dim=-2)
 
@@ -61,9 +70,10 @@ class Rope:
         return torch.cat(both, dim=-1) if self.pairing == "half" else torch.stack(both, dim=-1).flatten(-2)
 
     def check(self, head_dim: int) -> None:
-        if 2 * sum(self.axes) != head_dim:
+        angles = sum(self.axes) + self.unrotated
+        if 2 * angles != head_dim:
             raise ConfigError(
-                f"rope axes {self.axes} hold {sum(self.axes)} angles; heads of width {head_dim} need {head_dim // 2}."
+                f"rope axes {self.axes} hold {angles} angles; heads of width {head_dim} need {head_dim // 2}."
             )
 
 
@@ -91,11 +101,13 @@ class RopeTable:
 
 @functools.cache  # kept forever: CUDA graphs read these tensors
 def _axes_and_frequencies(rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The axis and the frequency of each angle: (sum(axes),) each."""
-    exponents = [torch.arange(count, device=device, dtype=torch.float32) / max(count, 1) for count in rope.axes]
-    counts = torch.tensor(rope.axes, device=device)
-    axes = torch.arange(3, device=device).repeat_interleave(counts, output_size=sum(rope.axes))
-    return axes, rope.theta ** -torch.cat(exponents)
+    """The axis and the frequency of each angle: (D / 2,) each."""
+    counts = (sum(rope.axes),) if rope.mrope else rope.axes
+    exponents = [torch.arange(count, device=device, dtype=torch.float32) / max(count, 1) for count in counts]
+    frequencies = torch.nn.functional.pad(rope.theta ** -torch.cat(exponents), (0, rope.unrotated))
+    repeats = torch.tensor((rope.axes[0], rope.axes[1], rope.axes[2] + rope.unrotated), device=device)
+    axes = torch.arange(3, device=device).repeat_interleave(repeats, output_size=len(frequencies))
+    return axes, frequencies
 
 
 def split_cos_sin(cos_sin: Tensor) -> CosSin:

@@ -112,6 +112,11 @@ def _post_attention(layer: DecoderLayer, x: Tensor, attended: Tensor, next_norm:
         hidden = silu_gate(linear(x, layer.gate_up.weight))
         x = x + _norm(layer.ffn_norm, linear(hidden, layer.down.weight))
         return x, _norm(next_norm, x)
+    if layer.arch.norm == "sandwich":
+        x = x + _norm(layer.attention_out_norm, linear(attended, layer.out.weight))
+        hidden = silu_gate(linear(_norm(layer.ffn_norm, x), layer.gate_up.weight))
+        x = x + _norm(layer.ffn_out_norm, linear(hidden, layer.down.weight))
+        return x, _norm(next_norm, x)
     rows = x.shape[0] * x.shape[1]
     if rows <= FEW_ROWS:
         shape, x = x.shape, x.reshape(rows, -1)
@@ -125,7 +130,12 @@ def _post_attention(layer: DecoderLayer, x: Tensor, attended: Tensor, next_norm:
 
 
 def _project_qkv(layer: DecoderLayer, x: Tensor) -> Tensor:
-    return linear(_norm(_input_norm(layer), x), layer.qkv.weight)
+    return _qkv(layer, _norm(_input_norm(layer), x))
+
+
+def _qkv(layer: DecoderLayer, normed: Tensor) -> Tensor:
+    qkv = linear(normed, layer.qkv.weight)
+    return qkv if layer.qkv_bias is None else qkv + layer.qkv_bias
 
 
 def _input_norm(layer: DecoderLayer) -> nn.Module:
@@ -135,7 +145,7 @@ def _input_norm(layer: DecoderLayer) -> nn.Module:
 
 def _layer_to_qkv(layer: DecoderLayer, next_layer: DecoderLayer, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
     x, normed = _post_attention(layer, x, attended, _input_norm(next_layer))
-    return x, linear(normed, next_layer.qkv.weight)
+    return x, _qkv(next_layer, normed)
 
 
 def _finish_last_layer(layer: DecoderLayer, final_norm: nn.Module, x: Tensor, attended: Tensor) -> Tensor:

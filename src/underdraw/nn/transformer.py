@@ -37,7 +37,8 @@ class Arch:
     norm_eps: float = 1e-5
     qk_norm: Literal["none", "layer", "rms"] = "none"
     qk_norm_heads: Literal["shared", "per_head"] = "shared"
-    norm: Literal["pre", "post", "pre_skip_first"] = "pre"
+    qkv_bias: bool = False
+    norm: Literal["pre", "post", "pre_skip_first", "sandwich"] = "pre"  # sandwich: before and after each sub-layer
     final_norm: Literal["rms", "none"] = "rms"
     outputs: range | None = None  # token ids that the LM head is restricted to
     head_hidden: int = 0  # width of a hidden layer in the LM head, 0 for a head that is one matrix
@@ -116,12 +117,16 @@ class DecoderLayer(nn.Module):
         self.arch, self.index = arch, index
         q_width, kv_width = arch.heads * arch.head_width, arch.num_kv_heads * arch.head_width
         self.qkv = PackedLinear(arch.dim, q_width + 2 * kv_width)
+        self.qkv_bias = nn.Parameter(torch.zeros(q_width + 2 * kv_width)) if arch.qkv_bias else None
         self.out = PackedLinear(q_width, arch.dim)
         self.gate_up = PackedLinear(arch.dim, 2 * arch.ffn)
         self.down = PackedLinear(arch.ffn, arch.dim)
         skip = arch.norm == "pre_skip_first" and index == 0
         self.attention_norm = nn.Identity() if skip else RMSNorm(arch.dim, arch.norm_eps)
         self.ffn_norm = RMSNorm(arch.dim, arch.norm_eps)
+        self.attention_out_norm, self.ffn_out_norm = (
+            RMSNorm(arch.dim, arch.norm_eps) if arch.norm == "sandwich" else nn.Identity() for _ in range(2)
+        )
         self.q_norm = self.k_norm = None
         if arch.qk_norm != "none":
             per_head = arch.qk_norm_heads == "per_head"
@@ -130,7 +135,8 @@ class DecoderLayer(nn.Module):
 
     def project_qkv(self, x: Tensor) -> Tensor:
         """Norm and fused QKV projection: (R, N, dim) -> (R, N, (H + 2 G) D)."""
-        return linear(x if self.arch.norm == "post" else self.attention_norm.forward(x), self.qkv.weight)
+        normed = x if self.arch.norm == "post" else self.attention_norm.forward(x)
+        return linear(normed, self.qkv.weight, None if self.qkv_bias is None else cast_like(self.qkv_bias, normed))
 
     def pre_attention(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor, Tensor]:
         """Everything before attention: x (R, N, dim) -> q (R, N, H, D), k and v (R, N, G, D)."""
@@ -154,8 +160,8 @@ class DecoderLayer(nn.Module):
         if self.arch.norm == "post":
             x = x + self.attention_norm.forward(linear(attended, self.out.weight))
             return x + self.ffn_norm.forward(self.ffn(x))
-        x = x + linear(attended, self.out.weight)
-        return x + self.ffn(self.ffn_norm.forward(x))
+        x = x + self.attention_out_norm.forward(linear(attended, self.out.weight))
+        return x + self.ffn_out_norm.forward(self.ffn(self.ffn_norm.forward(x)))
 
     def ffn(self, x: Tensor) -> Tensor:
         """SwiGLU: (R, N, dim) -> (R, N, dim)."""

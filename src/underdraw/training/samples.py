@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from underdraw.errors import CheckpointError, ConfigError
+from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
 from underdraw.io import atomic_write
 from underdraw.layout import Layout
 from underdraw.models.family import ImageSize, LoadedModel
@@ -136,6 +136,8 @@ def _read_pixels(path: Path, size: ImageSize) -> Tensor:
 
 def codes_to_tokens(layout: Layout, codes: Tensor) -> Tensor:
     """Token ids of whole images (B, steps) from code grids (B, height, width): the inverse of `layout.grid`."""
+    if layout.preview is not None:
+        raise UnsupportedError("images cannot be encoded for a model that draws a preview first; sample them from it.")
     batch = codes.shape[0]
 
     def column(ids: Sequence[int]) -> Tensor:

@@ -134,13 +134,15 @@ def write_anole(folder: Path, *, decoder: bool = True, rows: int = 4, **changes:
     return {**state, **{f"images.{name}": value for name, value in images.items()}}
 
 
-def write_lumina(folder: Path) -> State:
-    """Alpha-VLLM/Lumina-mGPT-7B-*; the folder's name tells the size. vqgan.ckpt is where LANTERN puts it."""
+def write_lumina(folder: Path, *, side: int | None = 128) -> State:
+    """Alpha-VLLM/Lumina-mGPT-7B-*, its size recorded as in saved pipelines; vqgan.ckpt is where LANTERN puts it."""
     state = random_state(chameleon_shapes(CHAMELEON, 1), 2)
     folder.mkdir(parents=True, exist_ok=True)
     write_shards(folder, state, 2)
     config = {"model_type": "chameleon", "mask_image_logits": True, **CHAMELEON, "max_position_embeddings": 4096}
     (folder / "config.json").write_text(json.dumps(config))
+    if side is not None:
+        (folder / "underdraw.json").write_text(json.dumps({"size": f"{side}x{side}"}))
     write_text_tokenizer(folder / "tokenizer.json", 8900)
     companion = folder.parent / "chameleon" / "tokenizer"
     companion.mkdir(parents=True, exist_ok=True)

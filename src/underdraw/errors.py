@@ -32,3 +32,8 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> ConfigError:
     similar = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {similar[0]!r}?" if similar else ""
     return ConfigError(f"unknown {kind} {name!r}.{hint} Allowed: {', '.join(names) or 'none'}.")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error message, without its full stop."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -22,8 +22,8 @@ from underdraw.engine.cuda_graphs import Compile
 from underdraw.engine.decode import TokenStatsMode, decode
 from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.history import History, StepResult
-from underdraw.models.checkpoint import HubOptions, open_checkpoint
-from underdraw.models.loading import load_model, read_saved_choices, resolve_placement
+from underdraw.models.hub import HubOptions
+from underdraw.models.loading import load_model, open_model, read_saved_choices, resolve_placement
 from underdraw.models.saving import save_checkpoint, upload_folder
 from underdraw.nn.numerics import Numerics
 from underdraw.output import OutputType, PipelineOutput, Stats, decode_images
@@ -93,7 +93,7 @@ class Pipeline(PipelineParts):
                 raise ConfigError(f"dtype {dtype} and torch_dtype {torch_dtype} differ; pass one of them.")
             placement = resolve_placement(device, torch_dtype)
         _check_options("from_pretrained", hub_options, [field.name for field in dataclasses.fields(HubOptions)])
-        checkpoint = open_checkpoint(model, HubOptions(**hub_options))
+        checkpoint = open_model(model, HubOptions(**hub_options))
         loaded = load_model(checkpoint, placement)
         saved = read_saved_choices(checkpoint, loaded)
         return cls(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import checkpoint_writers
 import pytest
+from fake_hub import FakeHub
 from parity_cases import ParityCase, load
 
 
@@ -56,3 +57,9 @@ def janus(root: Path) -> ParityCase:
 def emu3(root: Path) -> ParityCase:
     model = checkpoint_writers.write_emu3(root / "emu3")
     return ParityCase(root / "emu3", model, load(root / "emu3"))
+
+
+@pytest.fixture
+def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """An empty Hugging Face hub."""
+    return FakeHub(tmp_path / "hub").install(monkeypatch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import checkpoint_writers
 import numpy as np
@@ -13,13 +12,14 @@ import parity_cases
 import pytest
 import reference_networks as reference
 import torch
+from fake_hub import FakeHub
 from parity_cases import ParityCase
 from torch import Tensor
 
 from underdraw.drafters.eagle import Eagle, EagleSession
 from underdraw.drafters.padded_eagle import PaddedEagle, pad_prefill
 from underdraw.errors import CheckpointError, ConfigError
-from underdraw.models.checkpoint import HubOptions
+from underdraw.models.hub import HubOptions
 from underdraw.models.lantern_drafters import load_nearest_codes
 from underdraw.models.loading import load_drafter_by_name, load_drafter_files
 from underdraw.pipeline import Pipeline
@@ -243,39 +243,18 @@ def test_lantern_verifier_reads_the_drafters_table(tmp_path: Path, t2i: ParityCa
     )
 
 
-@pytest.fixture
-def fake_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, list[str]]]:
-    """A hub whose repository owner/head holds a LlamaGen head and its table; returns the list of requests."""
-    import huggingface_hub
-
-    codes = checkpoint_writers.LLAMAGEN["vocab"]
-    table = np.stack([np.roll(np.arange(codes), -code)[1:] for code in range(codes)]).astype(np.uint16)
-    repository, snapshot = tmp_path / "repository", tmp_path / "snapshot"
-    checkpoint_writers.write_drafter(repository, "llamagen")
-    np.save(repository / f"top_{codes - 1}_indices.npy", table)
-    snapshot.mkdir()
-    requests = []
-
-    def snapshot_download(name: str, allow_patterns: list[str], **_: Any) -> str:
-        requests.append((name, allow_patterns))
-        for pattern in allow_patterns:
-            for file in repository.glob(pattern):
-                shutil.copy(file, snapshot)
-        return str(snapshot)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    return requests
-
-
-def test_lantern_downloads_the_table_of_a_hub_drafter(
-    fake_hub: list[tuple[str, list[str]]], tmp_path: Path, t2i: ParityCase
-) -> None:
+def test_lantern_downloads_the_table_of_a_hub_drafter(fake_hub: FakeHub, tmp_path: Path, t2i: ParityCase) -> None:
     """The table is large, so other verifiers do not download it."""
-    table = f"top_{checkpoint_writers.LLAMAGEN['vocab'] - 1}_indices.npy"
+    codes = checkpoint_writers.LLAMAGEN["vocab"]
+    table = f"top_{codes - 1}_indices.npy"
+    checkpoint_writers.write_drafter(tmp_path / "head", "llamagen")
+    neighbours = np.stack([np.roll(np.arange(codes), -code)[1:] for code in range(codes)]).astype(np.uint16)
+    np.save(tmp_path / "head" / table, neighbours)
+    fake_hub.add("owner/head", tmp_path / "head")
     Pipeline(t2i.model, drafter="owner/head")
-    assert not (tmp_path / "snapshot" / table).exists()
+    assert fake_hub.downloads and table not in fake_hub.downloaded("owner/head")
     verifier = Pipeline(t2i.model, drafter="owner/head", verifier="lantern:k=3").verifier
-    assert ("owner/head", [table]) in fake_hub
+    assert table in fake_hub.downloaded("owner/head")
     assert isinstance(verifier, Lantern) and verifier.neighbours is not None
     assert verifier.neighbours[5].tolist() == [6, 7, 8]
 

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
 from underdraw.extras import require_package
 from underdraw.models import chameleon, emu3, janus
-from underdraw.models.checkpoint import Checkpoint, HubOptions, is_hub_id, open_checkpoint
+from underdraw.models.checkpoint import Checkpoint, open_checkpoint
 from underdraw.models.family import ImageSize
+from underdraw.models.hub import HubOptions, is_hub_id
 from underdraw.models.loading import load_model
 from underdraw.nn.row_invariant import Linear
 from underdraw.pipeline import Pipeline

@@ -70,11 +70,12 @@ def test_lumina_image_sizes() -> None:
         ("Alpha-VLLM/Lumina-mGPT-7B-512", 512),
         ("Alpha-VLLM/Lumina-mGPT-7B-1024", 1024),
         ("/ckpts/Lumina-mGPT-7B-768-Omni", 768),
-        ("/ckpts/mine", 768),
+        ("/ckpts/mine", None),
+        (".", None),
     ],
 )
-def test_lumina_side_from_its_name(name: str, side: int) -> None:
-    assert lumina.target_side(Checkpoint(Path(), name)) == side
+def test_lumina_side_from_its_published_name(name: str, side: int | None) -> None:
+    assert lumina.trained_side(Checkpoint(Path(), name)) == side
 
 
 @pytest.mark.parametrize("side", [16, 24, 32])
@@ -173,21 +174,20 @@ def test_guidance_formula() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "guidance", "top_k"),
+    ("case", "expected"),
     [
-        ("anole", 3.0, 2000),
-        ("lumina", 3.0, 2000),
-        ("t2i", 7.5, 1000),
-        ("c2i", 4.0, 2000),
-        ("janus", 5.0, 0),
-        ("emu3", 3.0, 2048),
+        ("anole", SamplingDefaults(3.0, temperature=0.7, top_p=0.9)),
+        ("lumina", SamplingDefaults(4.0, top_k=2000)),
+        ("t2i", SamplingDefaults(7.5, top_k=1000)),
+        ("c2i", SamplingDefaults(4.0, top_k=2000)),
+        ("janus", SamplingDefaults(5.0)),
+        ("emu3", SamplingDefaults(3.0, top_k=2048)),
     ],
 )
 def test_sampling_defaults_of_the_authors(
-    request: pytest.FixtureRequest, case: str, guidance: float, top_k: int
+    request: pytest.FixtureRequest, case: str, expected: SamplingDefaults
 ) -> None:
-    defaults = request.getfixturevalue(case).model.defaults
-    assert defaults == SamplingDefaults(guidance, temperature=1.0, top_k=top_k, top_p=1.0)
+    assert request.getfixturevalue(case).model.defaults == expected
 
 
 def test_anole_published_configuration(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -184,8 +184,7 @@ def load_target(model: str, device: str, dtype: str) -> LoadedModel:
     """The model that a drafter is trained for, with TF32 matrix products on a GPU."""
     import torch
 
-    from underdraw.models.checkpoint import open_checkpoint
-    from underdraw.models.loading import load_model, resolve_placement
+    from underdraw.models.loading import load_model, open_model, resolve_placement
 
     torch.set_float32_matmul_precision("high")
-    return load_model(open_checkpoint(model), resolve_placement(device, dtype))
+    return load_model(open_model(model), resolve_placement(device, dtype))

@@ -31,7 +31,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     side = int((checkpoint.config.get("vq_config") or {}).get("resolution", 512))
     return ModelSpec(
         arch=chameleon.chameleon_arch(checkpoint),
-        defaults=SamplingDefaults(guidance=3.0, top_k=2000),
+        defaults=SamplingDefaults(guidance=3.0, temperature=0.7, top_p=0.9),
         sizes=(ImageSize(side, side),),
         make_layout=make_layout,
     )
@@ -40,7 +40,9 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec = read_spec(checkpoint)
     encode = chameleon.load_chameleon_text(checkpoint)
-    target, images = chameleon.load_chameleon(checkpoint, spec.arch, placement)
+    target, images = chameleon.load_chameleon(
+        checkpoint, spec.arch, placement, positions=chameleon.max_positions(checkpoint)
+    )
 
     def encode_prompt(text: str) -> tuple[int, ...]:
         return (chameleon.START, *encode(text), chameleon.SEPARATOR, chameleon.IMAGE_START)

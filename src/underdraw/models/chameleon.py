@@ -62,8 +62,13 @@ def chameleon_arch(checkpoint: Checkpoint) -> Arch:
     )
 
 
-def load_chameleon(checkpoint: Checkpoint, arch: Arch, placement: Placement) -> tuple[DecoderTarget, VQGAN]:
-    """Load the decoder and the image tokenizer, the latter from a companion file if the checkpoint lacks it."""
+def load_chameleon(
+    checkpoint: Checkpoint, arch: Arch, placement: Placement, positions: int | None = None
+) -> tuple[DecoderTarget, VQGAN]:
+    """Load the decoder and the image tokenizer, the latter from a companion file if the checkpoint lacks it.
+
+    `positions` is the most that a sequence may have; None means no limit.
+    """
     net = allocate(lambda: Transformer(arch), placement)
     destinations = {**decoder_destinations(net, DECODER_RULES, "model."), **decoder_destinations(net, [HF_HEAD])}
     shapes = checkpoint.shapes()
@@ -75,14 +80,20 @@ def load_chameleon(checkpoint: Checkpoint, arch: Arch, placement: Placement) -> 
         path = checkpoint.find_or_download(names, _IMAGE_TOKENIZER_HUB_ID)
         images = load_vqgan(path, CHAMELEON, placement, ignored=["loss"])
     copy_weights(checkpoint, destinations, [ROPE_BUFFERS, IMAGE_TOKENIZER_PREFIX])
-    max_positions = with_defaults(checkpoint.config, DEFAULTS)["max_position_embeddings"]
-    return DecoderTarget(net, positions=int(max_positions)), images
+    return DecoderTarget(net, positions=positions), images
 
 
-def load_chameleon_text(checkpoint: Checkpoint) -> Encode:
-    """Load the text tokenizer: transformers' tokenizer.json or Meta's text_tokenizer.json."""
+def max_positions(checkpoint: Checkpoint) -> int:
+    return int(with_defaults(checkpoint.config, DEFAULTS)["max_position_embeddings"])
+
+
+def load_chameleon_text(checkpoint: Checkpoint, hub_id: str | None = None) -> Encode:
+    """Load the text tokenizer: transformers' tokenizer.json or Meta's text_tokenizer.json.
+
+    `hub_id` is the file that is downloaded if the checkpoint has none of them.
+    """
     names = ["tokenizer.json", *(f"{folder}text_tokenizer.json" for folder in _COMPANION_FOLDERS)]
-    path = checkpoint.find_companion(names)
+    path = checkpoint.find_companion(names) if hub_id is None else checkpoint.find_or_download(names, hub_id)
     if path is None:
         raise CheckpointError(
             f"{checkpoint.name} has no text tokenizer; put its tokenizer.json or Meta's text_tokenizer.json into "

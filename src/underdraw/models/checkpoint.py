@@ -21,26 +21,29 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from underdraw.errors import CheckpointError, ConfigError
+from underdraw.errors import CheckpointError, ConfigError, first_line
 from underdraw.io import read_json
+from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES, CheckFolder, HubOptions, download, is_hub_id
 
 EMBEDDED_MODELS = ("tiny",)
 COMPANION_FOLDERS = "UNDERDRAW_FILES"  # environment variable: more folders to look for companion files in
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+SAVED_CHOICES_FILE = "underdraw.json"  # in a saved folder: its drafter, tree, verifier and image size
 TRAINED_BY_UNDERDRAW = "model-0.safetensors"  # the first file that `nn.weights.save_weights` writes into a folder
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
-_DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.ckpt", "*.yaml", "*.model", "*.txt")
 
 
 @dataclass(frozen=True, slots=True)
-class HubOptions:
-    """Options of downloads from the Hugging Face hub, as in `from_pretrained`."""
+class Companion:
+    """A file or folder that a model needs and its authors publish elsewhere."""
 
-    revision: str | None = None
-    token: str | None = None
-    cache_dir: str | None = None
-    local_files_only: bool = False
+    names: tuple[str, ...]  # where it may be, relative to the folders that are searched
+    hub_id: str  # `owner/name` or `owner/name/file`
+
+    @property
+    def folder_name(self) -> str:
+        """What it is called in the folder of companions of a saved model, if it is a folder."""
+        return Path(self.names[0]).stem
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Checkpoint:
     name: str  # as the user gave it; used in error messages
     config: dict[str, Any] = field(default_factory=dict)
     hub: HubOptions = HubOptions()  # for companions that have to be downloaded
+    companions: list[Companion] = field(default_factory=list, compare=False)  # what its loader asked for
 
     @classmethod
     def from_path(cls, path: Path, name: str | None = None, hub: HubOptions | None = None) -> Checkpoint:
@@ -73,20 +77,23 @@ class Checkpoint:
         path = self.folder / name
         return read_json_object(path) if path.exists() else {}
 
-    def find_companion(self, names: Sequence[str]) -> Path | None:
+    def find_companion(self, names: Sequence[str], *, nearby: bool = True) -> Path | None:
         """The first existing file or folder of these names, for parts that the authors publish in another repository.
 
-        Searched in the checkpoint's folder, its parent folder, and the folders listed in $UNDERDRAW_FILES.
+        Searched in the checkpoint's folder, its `companions` and, if `nearby`, its parent folder and the folders listed
+        in $UNDERDRAW_FILES.
         """
         listed = [Path(part).expanduser() for part in os.environ.get(COMPANION_FOLDERS, "").split(os.pathsep) if part]
-        for folder in (self.folder, self.folder.parent, *listed):
-            for name in names:
+        folders = [self.folder, self.folder / COMPANIONS, *([self.folder.parent, *listed] if nearby else ())]
+        for folder in folders:
+            for name in (*names, Path(names[0]).stem):
                 if (folder / name).exists():
                     return folder / name
         return None
 
     def find_or_download(self, names: Sequence[str], hub_id: str) -> Path:
         """`find_companion`, or else download `owner/name` or `owner/name/file` from the hub."""
+        self.declare_companion(names, hub_id)
         path = self.find_companion(names)
         if path is not None:
             return path
@@ -97,6 +104,12 @@ class Checkpoint:
                 f"{self.name} also needs {names[0]}, which is neither in {self.folder} nor in a folder listed in "
                 f"{COMPANION_FOLDERS}; and {error}"
             ) from error
+
+    def declare_companion(self, names: Sequence[str], hub_id: str) -> None:
+        """Record that the model needs a companion, so that saved copies include it."""
+        companion = Companion(tuple(names), hub_id)
+        if companion not in self.companions:
+            self.companions.append(companion)
 
     def drafter_folders(self) -> tuple[Path, ...]:
         """Subfolders of the checkpoint whose names begin with `drafter`."""
@@ -196,11 +209,6 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read ({reason}); it is damaged or incomplete: download it again.")
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error message, without its full stop."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
 def read_json_object(path: Path) -> dict[str, Any]:
     value = read_json(path, "a JSON object", CheckpointError)
     if not isinstance(value, dict):
@@ -208,8 +216,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def open_checkpoint(name: str | Path, hub: HubOptions | None = None) -> Checkpoint:
-    """Open an embedded model by name, a path, or an `owner/name` or `owner/name/file` of the hub."""
+def open_checkpoint(name: str | Path, hub: HubOptions | None = None, check: CheckFolder | None = None) -> Checkpoint:
+    """Open an embedded model by name, a path, or an `owner/name` or `owner/name/file` of the hub.
+
+    `check` sees the configuration of a hub repository before its weights are downloaded.
+    """
     hub = hub or HubOptions()
     text = str(name)
     if text in EMBEDDED_MODELS:
@@ -217,41 +228,10 @@ def open_checkpoint(name: str | Path, hub: HubOptions | None = None) -> Checkpoi
     elif Path(text).expanduser().exists():
         path = Path(text).expanduser()
     elif is_hub_id(text):
-        path = download(text, hub)
+        path = download(text, hub, check)
     else:
         raise ConfigError(
             f"there is no model {text!r}; give a folder, a file, an owner/name of the Hugging Face hub, "
             f"or {' or '.join(EMBEDDED_MODELS)}."
         )
     return Checkpoint.from_path(path, text, hub)
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether a name has the form `owner/name`, or `owner/name/file` where the file has a suffix of weights."""
-    parts = name.split("/")
-    if name.startswith((".", "/", "~")) or not all(parts):
-        return False
-    return len(parts) == (3 if name.endswith(WEIGHT_SUFFIXES) else 2)
-
-
-def download(hub_id: str, hub: HubOptions, patterns: Sequence[str] = _DOWNLOADED) -> Path:
-    """Download `owner/name` (the files that match `patterns`) or `owner/name/file`, unless the hub's cache has it."""
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    owner, repository, *file = hub_id.split("/", 2)
-    options: dict[str, Any] = {
-        "revision": hub.revision,
-        "token": hub.token,
-        "cache_dir": hub.cache_dir,
-        "local_files_only": hub.local_files_only,
-    }
-    try:
-        if file:
-            return Path(hf_hub_download(f"{owner}/{repository}", file[0], **options))
-        return Path(snapshot_download(hub_id, allow_patterns=list(patterns), **options))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"{hub_id} could not be downloaded from the Hugging Face hub ({first_line(error)}); check the name, your "
-            "token and the connection, or give a folder."
-        ) from error

@@ -2,7 +2,8 @@
 
 To add a family, write one module with four things:
 
-1. `matches(checkpoint) -> bool`: whether the checkpoint belongs to the family, from its config.json or tensor names.
+1. `matches(checkpoint) -> bool`: whether the checkpoint belongs to the family, from its config.json or, if it has none,
+   its tensor names. Before a download, only the JSON files of a repository exist.
 2. `read_spec(checkpoint) -> ModelSpec`: decoder architecture, image sizes, token layout and sampling defaults, from
    the configuration alone.
 3. `load(checkpoint, placement) -> LoadedModel`: allocate the decoder, copy the weights by `WeightRule`s, and build the
@@ -24,13 +25,16 @@ import torch
 
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.models.checkpoint import Checkpoint, HubOptions
+from underdraw.models.checkpoint import Checkpoint
+from underdraw.models.hub import HubOptions
 from underdraw.models.vocabulary import Vocabulary
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import ImageTokenizer, Prompt
 
 log = logging.getLogger(__name__)
+
+_MAX_LISTED = 24  # sizes that an error message lists before it counts the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class ModelSpec:
     defaults: SamplingDefaults
     sizes: tuple[ImageSize, ...]  # the first is the default
     make_layout: Callable[[ImageSize], Layout]
+    requires_size: bool = False  # the checkpoint does not tell its default size, and guessing would be wrong
 
     def build(
         self,
@@ -110,6 +115,8 @@ class ModelSpec:
             drafter_folders=checkpoint.drafter_folders(),
             path=checkpoint.path,
             hub=checkpoint.hub,
+            checkpoint=checkpoint,
+            requires_size=self.requires_size,
         )
 
 
@@ -137,6 +144,8 @@ class LoadedModel:
     drafter_folders: Sequence[Path] = ()  # drafters shipped with the checkpoint, the preferred one first
     path: Path | None = None  # file or folder it was loaded from
     hub: HubOptions = HubOptions()  # used to download drafters
+    checkpoint: Checkpoint | None = None  # with the companions that saved copies include
+    requires_size: bool = False  # there is no default size: a call must give height and width
     vocabulary: Vocabulary | None = None  # the words of its training captions, where they are few and listed
 
     @property
@@ -162,6 +171,12 @@ class LoadedModel:
     def resolve_size(self, height: int | None, width: int | None) -> ImageSize:
         """Return the first supported size with this height and width, where None means any."""
         default = self.sizes[0]
+        if self.requires_size and (height is None or width is None):
+            squares = ", ".join(str(size) for size in self.sizes if size.height == size.width)
+            raise ConfigError(
+                f"the files of {self.name} do not tell which image size it was trained for; give height and width, for "
+                f"example one of {squares}."
+            )
         if height is None and width is None:
             return default
         candidates = [size for size in self.sizes if height in (None, size.height) and width in (None, size.width)]
@@ -170,10 +185,15 @@ class LoadedModel:
                 default.height if height is None else height, default.width if width is None else width
             )
             raise ConfigError(
-                f"{self.name} cannot generate {requested} (height x width) pixels; "
-                f"use {', '.join(map(str, self.sizes))}."
+                f"{self.name} cannot generate {requested} (height x width) pixels; use {self._list_sizes()}."
             )
         return candidates[0]
+
+    def _list_sizes(self) -> str:
+        names = [str(size) for size in self.sizes]
+        return ", ".join(names[:_MAX_LISTED]) + (
+            f" or one of {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +207,4 @@ class Family:
     load: Callable[[Checkpoint, Placement], LoadedModel]
     read_spec: Callable[[Checkpoint], ModelSpec] | None = None  # None: the model is small, load it to inspect it
     drafters: tuple[PublishedDrafter, ...] = ()
+    folders: tuple[str, ...] = ()  # subfolders of a hub repository whose weights are needed

@@ -12,12 +12,12 @@ from underdraw.errors import UnsupportedError
 from underdraw.models.checkpoint import (
     EMBEDDED_MODELS,
     TRAINED_BY_UNDERDRAW,
-    WEIGHT_SUFFIXES,
     Checkpoint,
     open_checkpoint,
     tensor_shapes,
 )
 from underdraw.models.family import Family, ModelSpec, Placement
+from underdraw.models.hub import WEIGHT_SUFFIXES
 from underdraw.models.loading import all_families, find_family
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.nn.weights import SCALE

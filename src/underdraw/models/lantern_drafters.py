@@ -18,8 +18,9 @@ from underdraw.calibration import Calibration
 from underdraw.drafters.eagle import Eagle, EagleNet
 from underdraw.drafters.padded_eagle import PaddedEagle
 from underdraw.errors import CheckpointError
-from underdraw.models.checkpoint import Checkpoint, HubOptions, download
+from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import ImageSize, LoadedModel
+from underdraw.models.hub import HubOptions, download_files
 from underdraw.models.transformers_layout import ROPE_BUFFERS
 from underdraw.models.weight_map import (
     HF_DECODER,
@@ -125,7 +126,7 @@ def load_nearest_codes(
     table_name = f"top_{count - 1}_indices.npy"
     folder = None if drafter is None else Path(drafter).expanduser()
     if folder is not None and not folder.is_dir():
-        folder = download(str(drafter), replace(hub or HubOptions(), revision=None), [table_name])
+        folder = download_files(str(drafter), replace(hub or HubOptions(), revision=None), [table_name])
     if folder is None or not (folder / table_name).exists():
         return nearest_neighbours(codebook, k)
     return _read_table(folder / table_name, count, k).to(codebook.device)

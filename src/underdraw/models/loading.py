@@ -9,17 +9,24 @@ from pathlib import Path
 import torch
 
 from underdraw.drafters.trained import load_drafter
-from underdraw.errors import CapacityError, CheckpointError, ConfigError, UnderdrawError, UnsupportedError
+from underdraw.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    UnderdrawError,
+    UnsupportedError,
+    first_line,
+)
 from underdraw.io import read_json
-from underdraw.models.checkpoint import TRAINED_BY_UNDERDRAW, Checkpoint, download, first_line, is_hub_id
+from underdraw.models.checkpoint import SAVED_CHOICES_FILE, TRAINED_BY_UNDERDRAW, Checkpoint, open_checkpoint
 from underdraw.models.family import Family, LoadedModel, Placement
+from underdraw.models.hub import HubOptions, download, is_hub_id
 from underdraw.models.lantern_drafters import load_lantern_head
 from underdraw.protocols import Drafter
 from underdraw.registry import drafters, families, parse
 
 log = logging.getLogger(__name__)
 
-SAVED_CHOICES_FILE = "underdraw.json"  # in a checkpoint's folder: the drafter, tree and verifier it was saved with
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,6 +72,16 @@ def detect_family(checkpoint: Checkpoint) -> Family:
     return family
 
 
+def open_model(name: str | Path, hub: HubOptions | None = None) -> Checkpoint:
+    """Open a model's checkpoint; a hub repository of another kind is refused before its weights are downloaded."""
+
+    def check(folder: Path) -> tuple[str, ...]:
+        checkpoint = Checkpoint.from_path(folder, str(name))
+        return detect_family(checkpoint).folders if checkpoint.config else ()
+
+    return open_checkpoint(name, hub, check)
+
+
 def load_model(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     """Load a checkpoint with its family's loader; whatever is wrong with its files is reported in one sentence."""
     family = detect_family(checkpoint)
@@ -88,7 +105,7 @@ def read_saved_choices(checkpoint: Checkpoint, model: LoadedModel) -> dict[str, 
         saved = read_json(file, "the settings of a saved pipeline")
         if not isinstance(saved, dict) or not all(isinstance(value, str) for value in saved.values()):
             raise ConfigError(f"{file} must map drafter, tree and verifier to names; fix or delete it.")
-        choices |= saved
+        choices |= {key: value for key, value in saved.items() if key in choices}
     folder = checkpoint.folder / choices["drafter"]
     if choices["drafter"] not in [path.name for path in model.drafter_folders] and folder.is_dir():
         choices["drafter"] = str(folder)  # a drafter that was copied into the folder when the pipeline was saved

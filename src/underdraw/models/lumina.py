@@ -8,7 +8,7 @@ from typing import Any
 
 from underdraw.layout import Layout
 from underdraw.models import chameleon
-from underdraw.models.checkpoint import Checkpoint
+from underdraw.models.checkpoint import SAVED_CHOICES_FILE, Checkpoint
 from underdraw.models.family import (
     Family,
     ImageSize,
@@ -24,6 +24,9 @@ ROW_END = 8803  # <reserved08799>
 SIDE_TOKEN = 8804  # <reserved08800>; a side of n patches is token SIDE_TOKEN + n
 PATCH = 32  # pixels; image sides are multiples of it
 MAX_ASPECT_RATIO = 4
+SIDES = (768, 512, 1024)  # of the square images that the published models were trained for
+TEXT_TOKENIZER = "Alpha-VLLM/Lumina-mGPT-7B-768/tokenizer.json"  # the 512 and 1024 px repositories have none
+_PUBLISHED_NAME = r"Lumina-mGPT-\d+B-(\d{3,4})"
 
 
 def is_lumina(config: Mapping[str, Any]) -> bool:
@@ -37,13 +40,18 @@ def matches(checkpoint: Checkpoint) -> bool:
     return is_lumina(checkpoint.config)
 
 
-def target_side(checkpoint: Checkpoint) -> int:
-    """The side of the square image, which only the published names tell: 512, 768 (default) or 1024."""
-    for name in (checkpoint.name, str(checkpoint.config.get("_name_or_path", ""))):
-        numbers = re.findall(r"(?<=-)\d{3,4}(?=$|[-/])", name)
-        if numbers and int(numbers[-1]) % PATCH == 0:
-            return int(numbers[-1])
-    return 768
+def trained_side(checkpoint: Checkpoint) -> int | None:
+    """The side of the square image that the model was trained for, or None if nothing tells it.
+
+    Its configuration does not. It is recorded in saved pipelines; otherwise the repository's name tells it, as the user
+    gave it, as the configuration repeats it, or in the path of the hub's cache.
+    """
+    saved = checkpoint.read_json(SAVED_CHOICES_FILE).get("size")
+    if isinstance(saved, str) and (match := re.fullmatch(r"(\d+)x\d+", saved)):
+        return int(match[1])
+    names = (str(checkpoint.config.get("_name_or_path", "")), checkpoint.name, str(checkpoint.path.resolve()))
+    sides = [int(side) for name in names for side in re.findall(_PUBLISHED_NAME, name)]
+    return next((side for side in sides if side in SIDES), None)
 
 
 def list_sizes(side: int) -> tuple[ImageSize, ...]:
@@ -71,17 +79,20 @@ def make_layout(size: ImageSize) -> Layout:
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
+    side = trained_side(checkpoint)
     return ModelSpec(
         arch=chameleon.chameleon_arch(checkpoint),
-        defaults=SamplingDefaults(guidance=3.0, top_k=2000),
-        sizes=list_sizes(target_side(checkpoint)),
+        defaults=SamplingDefaults(guidance=4.0, top_k=2000),
+        sizes=tuple(dict.fromkeys(size for other in (side, *SIDES) if other for size in list_sizes(other))),
         make_layout=make_layout,
+        requires_size=side is None,
     )
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec = read_spec(checkpoint)
-    encode = chameleon.load_chameleon_text(checkpoint)
+    encode = chameleon.load_chameleon_text(checkpoint, TEXT_TOKENIZER)
+    # No limit of positions: 1024 x 1024 pixels need more than the configuration's, and RoPE goes on.
     target, images = chameleon.load_chameleon(checkpoint, spec.arch, placement)
 
     def encode_prompt(text: str, size: ImageSize) -> tuple[int, ...]:

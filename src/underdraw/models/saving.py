@@ -7,10 +7,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from underdraw.errors import ConfigError, UnsupportedError
-from underdraw.models.checkpoint import first_line
+from underdraw.errors import ConfigError, UnsupportedError, first_line
+from underdraw.models.checkpoint import SAVED_CHOICES_FILE, Checkpoint
 from underdraw.models.family import LoadedModel
-from underdraw.models.loading import SAVED_CHOICES_FILE
+from underdraw.models.hub import COMPANIONS
 
 
 def save_checkpoint(
@@ -18,8 +18,9 @@ def save_checkpoint(
 ) -> Path:
     """Copy the model's files and write `choices` (drafter, tree, verifier) into a new folder.
 
-    `drafter_folder` is copied too, for a drafter that did not come with the model. The folder appears complete or not
-    at all.
+    Files that its authors publish elsewhere (image tokenizers, text encoders) are copied too, so that the folder loads
+    offline, and so is `drafter_folder`, for a drafter that did not come with the model. The default image size is
+    recorded. The folder appears complete or not at all.
     """
     folder = Path(folder)
     if model.path is None:
@@ -37,11 +38,29 @@ def save_checkpoint(
         if drafter_folder is not None:
             choices = {**choices, "drafter": f"drafter-{drafter_folder.resolve().name}"}
             shutil.copytree(drafter_folder, copy / choices["drafter"])
+        _copy_companions(model, copy)
+        if not model.requires_size:
+            choices = {**choices, "size": str(model.sizes[0])}
         (copy / SAVED_CHOICES_FILE).write_text(json.dumps(choices, indent=2) + "\n", encoding="utf-8")
         if folder.exists():
             folder.rmdir()
         copy.replace(folder)
     return folder
+
+
+def _copy_companions(model: LoadedModel, copy: Path) -> None:
+    """Copy the companions that the copied folder lacks, downloading those that no prompt has needed yet."""
+    source = model.checkpoint
+    for companion in source.companions if source is not None else ():
+        if Checkpoint(copy, model.name).find_companion(companion.names, nearby=False) is not None:
+            continue
+        path = source.find_or_download(companion.names, companion.hub_id) if source is not None else copy
+        target = copy / COMPANIONS / (path.name if path.is_file() else companion.folder_name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, target)
+        else:
+            shutil.copy(path, target)
 
 
 def upload_folder(folder: Path, name: str, *, token: str | None, private: bool) -> str:

@@ -15,9 +15,9 @@ from urllib.parse import unquote_plus
 import torch
 from torch import Tensor
 
-from underdraw.errors import CheckpointError, ConfigError
+from underdraw.errors import CheckpointError, ConfigError, first_line
 from underdraw.extras import require_package
-from underdraw.models.checkpoint import Checkpoint, first_line
+from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import Placement
 
 T5_HUB_ID = "google/flan-t5-xl"
@@ -119,6 +119,7 @@ class T5Features:
     def __init__(self, checkpoint: Checkpoint, placement: Placement, max_length: int) -> None:
         self.checkpoint, self.placement, self.max_length = checkpoint, placement, max_length
         self._loaded: tuple[Any, Any] | None = None  # tokenizer and encoder
+        checkpoint.declare_companion(_T5_FOLDERS, T5_HUB_ID)
 
     @torch.no_grad()
     def __call__(self, text: str) -> Tensor:

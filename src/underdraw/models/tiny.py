@@ -94,4 +94,5 @@ FAMILY = Family(
     published=(PublishedCheckpoint("tiny", "CC-BY-4.0 AND CC0-1.0 AND MIT", "included in the package"),),
     matches=matches,
     load=load,
+    folders=("decoder", "tokenizer"),
 )

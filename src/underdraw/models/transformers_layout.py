@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from underdraw.errors import CheckpointError, UnsupportedError
+from underdraw.errors import CheckpointError, UnsupportedError, first_line
 from underdraw.extras import require_package
-from underdraw.models.checkpoint import first_line
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch
 

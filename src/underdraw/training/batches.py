@@ -85,7 +85,9 @@ class FeatureExtractor:
 
     @classmethod
     def for_model(cls, model: LoadedModel) -> FeatureExtractor:
-        return cls(model.target, model.make_layout(model.sizes[0]), 1 if model.defaults.guidance == 1 else 2)
+        return cls(
+            model.target, model.make_layout(model.resolve_size(None, None)), 1 if model.defaults.guidance == 1 else 2
+        )
 
     def batch(self, prompts: Sequence[Prompt], images: Tensor) -> DrafterBatch:
         """Run the target over prompts and the token ids of their images (B, steps)."""

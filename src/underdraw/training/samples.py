@@ -87,7 +87,7 @@ def generate_samples(
     temperatures: Sequence[float] = (),
 ) -> Samples:
     """Sample an image for each text with the model's default settings; shards cycle through `temperatures`."""
-    layout, pipe = model.make_layout(model.sizes[0]), Pipeline(model, drafter="forced", tree="none")
+    layout, pipe = model.make_layout(model.resolve_size(None, None)), Pipeline(model, drafter="forced", tree="none")
     for shard, start, path in _missing_shards(Path(folder), texts, batch):
         part = list(texts[start : start + batch])
         temperature = temperatures[shard % len(temperatures)] if temperatures else None
@@ -101,7 +101,7 @@ def encode_samples(
     model: LoadedModel, images: Sequence[tuple[str, Path]], folder: str | Path, *, batch: int = 64
 ) -> Samples:
     """Encode image files with their captions; images are cropped to the model's aspect ratio and resized."""
-    size = model.sizes[0]
+    size = model.resolve_size(None, None)
     texts = [text for text, _ in images]
     for _, start, path in _missing_shards(Path(folder), texts, batch):
         pixels = [_read_pixels(file, size) for _, file in images[start : start + batch]]
@@ -150,7 +150,7 @@ def codes_to_tokens(layout: Layout, codes: Tensor) -> Tensor:
 
 
 def encode_prompts(model: LoadedModel, texts: Sequence[str]) -> list[Prompt]:
-    return [model.make_prompt(text, None, model.sizes[0]) for text in texts]
+    return [model.make_prompt(text, None, model.resolve_size(None, None)) for text in texts]
 
 
 def shorten(model: LoadedModel, text: str) -> str:
@@ -158,7 +158,7 @@ def shorten(model: LoadedModel, text: str) -> str:
     words = text.split(" ")
     while len(words) > 1:
         try:
-            model.make_prompt(" ".join(words), None, model.sizes[0])
+            model.make_prompt(" ".join(words), None, model.resolve_size(None, None))
             break
         except ConfigError:
             words.pop()

@@ -1,0 +1,143 @@
+"""Real checkpoints on a faked hub: what is downloaded, what is refused before that, and copies that load offline."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import checkpoint_writers
+import pytest
+import torch
+from fake_hub import FakeHub
+from parity_cases import CPU
+
+from underdraw.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
+from underdraw.models.checkpoint import open_checkpoint
+from underdraw.models.hub import RepositoryFile, select_weights
+from underdraw.models.loading import load_model, open_model
+from underdraw.pipeline import Pipeline
+
+LUMINA_512, LUMINA_768 = "Alpha-VLLM/Lumina-mGPT-7B-512", "Alpha-VLLM/Lumina-mGPT-7B-768"
+VQGAN = "leloy/Anole-7b-v0.1-vqvae-hf"
+
+
+def files(*names: str) -> list[RepositoryFile]:
+    return [RepositoryFile(name, 1) for name in names]
+
+
+def names_of(selected: Iterable[RepositoryFile]) -> list[str]:
+    return [file.name for file in selected]
+
+
+@pytest.fixture
+def lumina_hub(fake_hub: FakeHub, tmp_path: Path) -> FakeHub:
+    """Lumina-mGPT as published: no text tokenizer with 512 px, and an image tokenizer in another repository."""
+    for repository in (LUMINA_512, LUMINA_768):
+        folder = tmp_path / "published" / repository.rpartition("/")[2]
+        checkpoint_writers.write_lumina(folder, side=None)
+        if repository == LUMINA_512:
+            (folder / "tokenizer.json").unlink()
+        fake_hub.add(repository, folder)
+    vqgan = tmp_path / "published" / "vqgan"
+    vqgan.mkdir()
+    state = torch.load(tmp_path / "published" / "chameleon" / "tokenizer" / "vqgan.ckpt", weights_only=True)
+    torch.save(state["state_dict"], vqgan / "pytorch_model.bin")
+    fake_hub.add(VQGAN, vqgan)
+    return fake_hub
+
+
+def test_one_format_of_weights_is_selected() -> None:
+    """google/flan-t5-xl holds its weights as safetensors, pickles, TensorFlow and Flax."""
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    pickles = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    listing = files("config.json", *shards, "model.safetensors.index.json", *pickles, "tf_model.h5", "flax.msgpack")
+    assert names_of(select_weights(listing)) == shards
+    assert names_of(select_weights(files(*pickles, "pytorch_model.bin.index.json"))) == pickles
+
+
+def test_selection_by_folder() -> None:
+    listing = files(
+        "model.safetensors", "vae/model.safetensors", "drafter-eagle/model-0.safetensors", "companions/vqgan.ckpt"
+    )
+    expected = ["companions/vqgan.ckpt", "model.safetensors", "drafter-eagle/model-0.safetensors"]
+    assert names_of(select_weights(listing)) == expected
+    assert "vae/model.safetensors" in names_of(select_weights(listing, ["vae"]))
+
+
+def test_file_beside_shards_is_not_downloaded_twice() -> None:
+    listing = files("model.safetensors", "model.safetensors.index.json", "model-00001-of-00001.safetensors")
+    assert names_of(select_weights(listing)) == ["model-00001-of-00001.safetensors"]
+
+
+def test_other_models_are_refused_before_their_weights_are_downloaded(fake_hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    fake_hub.add("owner/gpt", tmp_path / "gpt", {"model.safetensors": 34_000_000_000})
+    with pytest.raises(UnsupportedError, match=r"owner/gpt \(gpt2\) is of no supported family"):
+        open_model("owner/gpt")
+    assert fake_hub.downloaded("owner/gpt") == ["config.json"]
+
+
+def test_several_models_in_one_repository_need_a_file_name(fake_hub: FakeHub) -> None:
+    sizes = {"t2i_XL_stage1_256.pt": 3, "t2i_XL_stage2_512.pt": 3, "vq_ds16_t2i.pt": 1}
+    fake_hub.add("peizesun/llamagen_t2i", sizes=sizes)
+    with pytest.raises(ConfigError, match=r"several models.*peizesun/llamagen_t2i/t2i_XL_stage1_256\.pt"):
+        open_model("peizesun/llamagen_t2i")
+    assert not fake_hub.downloads
+
+
+def test_download_larger_than_the_disk_is_refused(fake_hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "config.json").write_text(json.dumps({"model_type": "emu3"}))
+    fake_hub.add("owner/big", tmp_path / "big", {"model.safetensors": 10**18})
+    with pytest.raises(CapacityError, match=r"owner/big needs 1000000000\.0 GB of downloads, but .* GB free"):
+        open_model("owner/big")
+    assert fake_hub.downloaded("owner/big") == ["config.json"]
+
+
+def test_download_says_its_size(lumina_hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+    open_model(LUMINA_768)
+    assert any(f"GB of {LUMINA_768} (2 files)" in message for message in caplog.messages)
+
+
+def test_lumina_512_takes_its_text_tokenizer_from_768(lumina_hub: FakeHub) -> None:
+    model = load_model(open_model(LUMINA_512), CPU)
+    assert lumina_hub.downloaded(LUMINA_768) == ["tokenizer.json"]
+    assert str(model.sizes[0]) == "512x512" and model.make_prompt("a fox", None, model.sizes[0]).condition
+
+
+def test_saved_copy_loads_offline(lumina_hub: FakeHub, tmp_path: Path) -> None:
+    """Image and text tokenizers come from other repositories; a copy has them, and remembers the image size."""
+    original = Pipeline.from_pretrained(LUMINA_512)
+    copy = original.save_pretrained(tmp_path / "renamed")
+    lumina_hub.files.clear()
+    shutil.rmtree(lumina_hub.cache)
+    loaded = load_model(open_checkpoint(copy), CPU)
+    assert str(loaded.resolve_size(None, None)) == "512x512"
+    codes = torch.arange(16).view(1, 4, 4)
+    assert torch.equal(loaded.image_tokenizer.decode(codes), original.model.image_tokenizer.decode(codes))
+
+
+def test_lumina_of_unknown_size_is_not_guessed(tmp_path: Path) -> None:
+    checkpoint_writers.write_lumina(tmp_path / "mine", side=None)
+    model = load_model(open_checkpoint(tmp_path / "mine"), CPU)
+    with pytest.raises(ConfigError, match=r"which image size.*768x768, 512x512, 1024x1024"):
+        model.resolve_size(None, None)
+    assert str(model.resolve_size(512, 512)) == "512x512" and str(model.resolve_size(1024, 1024)) == "1024x1024"
+
+
+def test_largest_lumina_image_fits_its_positions(tmp_path: Path) -> None:
+    """1024 x 1024 pixels are 4,160 tokens, the configuration says 4,096 positions; the authors have no limit."""
+    checkpoint_writers.write_lumina(tmp_path / "mine", side=1024)
+    model = load_model(open_checkpoint(tmp_path / "mine"), CPU)
+    size = model.resolve_size(None, None)
+    layout = model.make_layout(size)
+    assert layout.steps > 4096
+    model.target.open([model.make_prompt("a fox", None, size)], layout, guidance=1.0)
+
+
+def test_missing_repository_is_one_sentence(fake_hub: FakeHub) -> None:
+    with pytest.raises(CheckpointError, match="nobody/nothing could not be downloaded"):
+        open_model("nobody/nothing")

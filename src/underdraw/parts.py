@@ -97,7 +97,7 @@ class PipelineParts:
         verifier: Verifier = verifiers.build(spec)
         if isinstance(verifier, Lantern) and verifier.neighbours is None:
             neighbours = load_nearest_codes(
-                self.model.image_tokenizer.codebook, verifier.k, drafter_source, self.model.hub
+                self.model.image_tokenizer.codebook, verifier.neighbours_needed, drafter_source, self.model.hub
             )
             return dataclasses.replace(verifier, neighbours=neighbours)
         return verifier

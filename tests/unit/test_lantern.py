@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lookup_models import TableDrafter, TableTarget, decode_tokens, random_tables
+from scipy import stats
 from torch import Tensor
 
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
-from underdraw.registry import policies
+from underdraw.registry import policies, verifiers
 from underdraw.sampling import NoiseWindow, Sampler
 from underdraw.tree import DraftTree, Proposal, grow_tree
 from underdraw.verifiers.exact import Exact
@@ -165,3 +169,153 @@ def check_neighbours(codebook: Tensor, k: int) -> None:
     distance.fill_diagonal_(torch.inf)
     expected = distance.sort(-1).values[:, : neighbours.shape[1]]
     torch.testing.assert_close(distance.gather(1, neighbours), expected, rtol=1e-3, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- the authors' rule, in plain Python
+
+
+def raised_prob(probs: list[float], x: int, near: list[int], delta: float, ratio: float | None) -> tuple[float, bool]:
+    """p'(x), and whether any neighbour is within the bound."""
+    bound = delta if ratio is None else min(delta, (ratio - 1) * probs[x])
+    sums = list(itertools.accumulate(probs[code] for code in near))
+    within = [total for total in sums if total <= bound]
+    return probs[x] + (within[-1] if within else 0.0), bool(within)
+
+
+def after_rejection(
+    rule: str, probs: list[float], q: list[float] | None, x: int, near: list[int], bounds: tuple[float, float | None]
+) -> tuple[float, list[float]]:
+    """p'(x), and the normalised residual; `near` are k + 1 neighbours, the last one only for the published rule."""
+    if rule == "consistent":
+        relaxed = reference_relax(probs, x, near[:-1], *bounds)
+        raised, source = relaxed[x], relaxed
+        left = [0.0 if c == x else p for c, p in enumerate(source)]
+    else:
+        raised, is_relaxed = raised_prob(probs, x, near[:-1], *bounds)
+        removed = set(near) if is_relaxed else set()
+        source = probs
+        left = [0.0 if c == x or c in removed else p for c, p in enumerate(probs)]
+        q = None if q is None else [0.0 if c in removed else value for c, value in enumerate(q)]
+    if q is not None:
+        left = [max(p - value, 0.0) for p, value in zip(source, q, strict=True)]
+    total = sum(left)
+    return raised, [p / total for p in left] if total else [1 / CODES] * CODES
+
+
+def enumerate_next(
+    rule: str, p: list[float], q: list[float] | None, children: tuple[int, ...], near: list[list[int]], bounds: Any
+) -> list[float]:
+    """The distribution of the token after a node whose children, in this order, are tried one after the other."""
+    out, reach, q_left = [0.0] * CODES, 1.0, q
+    for x in children:
+        raised, residual = after_rejection(rule, p, q_left, x, near[x], bounds)
+        accept = min(1.0, raised / (1.0 if q_left is None else q_left[x]))
+        out[x] += reach * accept
+        reach *= 1 - accept
+        p = residual if accept < 1 else p
+        if q_left is not None:
+            rest = [0.0 if code == x else value for code, value in enumerate(q_left)]
+            q_left = [value / sum(rest) for value in rest]
+    return [value + reach * left for value, left in zip(out, p, strict=True)]
+
+
+def enumerate_sampled(rule: str, p: list[float], q: list[float], near: list[list[int]], bounds: Any) -> list[float]:
+    """The same, averaged over two children drawn from q without replacement."""
+    out = [0.0] * CODES
+    for first, second in itertools.permutations(range(CODES), 2):
+        weight = q[first] * q[second] / (1 - q[first])
+        pair = enumerate_next(rule, p, q, (first, second), near, bounds)
+        out = [total + weight * value for total, value in zip(out, pair, strict=True)]
+    return out
+
+
+@dataclass(frozen=True)
+class Binary:
+    """Every node has two children."""
+
+    def plan(self, history: object, step: int) -> TreePlan:
+        return TreePlan.from_shape((-1, 0, 0, 1, 1, 2, 2))
+
+
+@pytest.mark.parametrize("rule", ["consistent", "published"])
+@pytest.mark.parametrize("proposal", Lantern.proposals)
+@pytest.mark.parametrize("bounds", [(0.3, None), (1.0, 2.5)], ids=["delta", "ratio"])
+def test_images_have_the_enumerated_distribution(rule: Any, proposal: Proposal, bounds: Any) -> None:
+    """Both rules, against the distribution of whole images by their definition; with `topk` the other rule is told apart."""
+    layout, count, k = Layout(1, 4, range(CODES)), 5_000, 2
+    target, draft = random_tables(layout, seed=4, error=0.7)
+    lantern = Lantern(*bounds, k, rule).bind(CODEBOOK)
+    near = nearest_neighbours(CODEBOOK, k + 1).tolist()
+    decoded, histories = decode_tokens(
+        TableTarget(target), TableDrafter(draft), Binary(), lantern, layout, range(count), proposal=proposal
+    )
+    observed = np.zeros((CODES,) * 3)
+    np.add.at(observed, tuple(decoded[:, :3].T), 1)  # the last cell is never drafted
+
+    def joint(name: str) -> np.ndarray:
+        after = np.zeros((3, CODES, CODES))  # by step and code before it
+        for step, code in itertools.product((1, 2), range(CODES)):
+            p, q = (table[step, code].double().softmax(-1).tolist() for table in (target, draft))
+            best = tuple(sorted(range(CODES), key=lambda x: -q[x])[:2])
+            after[step, code] = (
+                enumerate_next(name, p, None, best, near, bounds)
+                if proposal == "topk"
+                else enumerate_sampled(name, p, q, near, bounds)
+            )
+        first = target[0, 0].double().softmax(-1).numpy()
+        return first[:, None, None] * after[1][:, :, None] * after[2][None]
+
+    def p_value(expected: np.ndarray) -> float:
+        rare = expected * count < 8
+        counts = np.append(observed[~rare], observed[rare].sum())
+        means = np.append(expected[~rare], expected[rare].sum()) * count
+        return float(stats.chisquare(counts[means > 0], means[means > 0]).pvalue)
+
+    assert joint(rule).sum() == pytest.approx(1)
+    assert np.mean([history.passes for history in histories]) < 2.9, "something is accepted"
+    assert p_value(joint(rule)) > 1e-4
+    if proposal == "topk":  # sampled children are often accepted at once, and the rules differ after rejections only
+        assert p_value(joint("published" if rule == "consistent" else "consistent")) < 1e-6
+
+
+@pytest.mark.parametrize("proposal", Lantern.proposals)
+@pytest.mark.parametrize(("delta", "ratio"), [(0.0, None), (0.1, None), (0.4, None), (1.0, 2.0)])
+def test_published_greedy_rule_keeps_the_longest_path(proposal: Proposal, delta: float, ratio: float | None) -> None:
+    batch = greedy_batch(CODES, proposal)
+    lantern = Lantern(delta, ratio, 3, "published").bind(CODEBOOK)
+    accepted_path = lantern.verify(batch.tree, batch.logits, batch.noise_window)
+    near = nearest_neighbours(CODEBOOK, 3).tolist()
+    probs = batch.logits.double().softmax(-1).tolist()
+    longer = 0
+    for row in range(len(probs)):
+        tokens, parents, depths = (c[row].tolist() for c in (batch.tree.tokens, batch.tree.parents, batch.tree.depths))
+        paths: dict[int, list[int]] = {0: [0]}  # by accepted node
+        for node in range(1, len(tokens)):
+            if depths[node] < 1 or parents[node] not in paths:
+                continue
+            p, x = probs[row][parents[node]], tokens[node]
+            if raised_prob(p, x, near[x], delta, ratio)[0] > max(v for code, v in enumerate(p) if code != x):
+                paths[node] = [*paths[parents[node]], node]
+        best = max(paths.values(), key=len)
+        assert accepted_path.length[row] == len(best) - 1
+        assert accepted_path.path[row, : len(best)].tolist() == best
+        assert accepted_path.next_token[row] == max(range(CODES), key=probs[row][best[-1]].__getitem__)
+        longer += len(best)
+    consistent = replace(lantern, rule="consistent").verify(batch.tree, batch.logits, batch.noise_window)
+    assert longer - len(probs) >= int(consistent.length.sum()), "the longest path is at least as long as the first one"
+
+
+def test_published_rule_accepts_more_than_the_consistent_one_where_neighbours_are_drafted() -> None:
+    """Removing what neighbours had and renormalising raises the probabilities of the children that are tried later."""
+    probs, q = [0.3, 0.25, 0.2, 0.15, 0.05, 0.05], None
+    near = nearest_neighbours(CODEBOOK, 3).tolist()
+    left = {rule: after_rejection(rule, probs, q, 0, near[0], (0.3, None))[1] for rule in ("consistent", "published")}
+    assert left["published"][1:4] == [0.0, 0.0, 0.0] and left["published"][4] > left["consistent"][4]
+
+
+def test_table_has_one_neighbour_more_for_the_published_rule() -> None:
+    assert [Lantern(k=3, rule=rule).bind(CODEBOOK).neighbours.shape[1] for rule in ("consistent", "published")] == [
+        3,
+        4,
+    ]
+    assert verifiers.build("lantern:rule=published,k=3") == Lantern(k=3, rule="published")

@@ -97,7 +97,7 @@ def test_build_returns_components_unchanged() -> None:
     [
         (policies, NoTree(), "none"),
         (policies, Chain(depth=3), "chain:depth=3"),
-        (verifiers, Lantern().bind(torch.eye(4)), "lantern:delta=0.1,k=1000"),
+        (verifiers, Lantern().bind(torch.eye(4)), "lantern:delta=0.1,k=1000,rule=consistent"),
         (drafters, Jacobi(window=4), "jacobi:window=4,init=above"),
         (drafters, object(), "object"),
     ],

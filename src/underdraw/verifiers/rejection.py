@@ -13,7 +13,7 @@ from torch import Tensor
 from underdraw.errors import ConfigError
 from underdraw.sampling import NoiseWindow
 from underdraw.tree import AcceptedPath, DraftTree, Proposal
-from underdraw.verifiers.rejection_sampling import rejection_walk
+from underdraw.verifiers.rejection_sampling import exact_rule, rejection_walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,4 +25,4 @@ class Rejection:
     def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
         if tree.q is None:
             raise ConfigError("rejection needs a tree drafted with the 'sampled' proposal; this one has no q.")
-        return rejection_walk(tree, logits, noise_window, lambda probs, children: probs)
+        return rejection_walk(tree, logits, noise_window, exact_rule)

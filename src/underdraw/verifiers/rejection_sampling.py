@@ -3,8 +3,8 @@
 At a node with target probs p the children are tried in order. A child x sampled from q is accepted with probability
 p(x) / q(x); after a rejection p becomes norm(max(p - q, 0)) and x is removed from q. A child that was picked instead of
 sampled (q is None) is the case q(x) = 1: accepted with probability p(x), then removed from p. If all children are
-rejected, the next token is sampled from the residual p. Tokens are distributed exactly as p. A relaxation replaces p
-by probs p' that depend on x.
+rejected, the next token is sampled from the residual p. Tokens are distributed exactly as p. A relaxed rule accepts x
+with another probability, or leaves another residual.
 
 Shapes: B trees, N nodes, M nodes of all trees together, K image codes, V vocabulary indices.
 """
@@ -21,11 +21,18 @@ from underdraw.sampling import NoiseWindow
 from underdraw.tree import AcceptedPath, DraftTree
 from underdraw.verifiers.tree_walk import gather_nodes, walk_tree
 
-RelaxFn = Callable[[Tensor, Tensor], Tensor]
-"""Probs p (M, V) and children x (M,) as vocabulary indices -> relaxed probs p' (M, V)."""
+RejectionRule = Callable[[Tensor, "Tensor | None", Tensor], tuple[Tensor, Tensor]]
+"""Probs p (M, V), what is left of q (M, V) or None, and children x (M, 1) as vocabulary indices -> p'(x) (M, 1), which
+over q(x), if there is a q, is the probability of accepting x, and what is left of p after a rejection (M, V)."""
 
 
-def rejection_walk(tree: DraftTree, logits: Tensor, noise_window: NoiseWindow, relax: RelaxFn) -> AcceptedPath:
+def exact_rule(probs: Tensor, q: Tensor | None, child: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule that keeps the distribution: p(x), and p without x or max(p - q, 0)."""
+    residual = probs.scatter(1, child, 0.0) if q is None else (probs - q).clamp_(min=0)
+    return probs.gather(1, child), residual
+
+
+def rejection_walk(tree: DraftTree, logits: Tensor, noise_window: NoiseWindow, rule: RejectionRule) -> AcceptedPath:
     """Accepted paths of B trees; logits (B, N, K) are the target's at every node."""
     reach = noise_window.steps.shape[1]
     children = child_indices(tree, noise_window.sampler.layout)  # (B, N, branch)
@@ -36,7 +43,7 @@ def rejection_walk(tree: DraftTree, logits: Tensor, noise_window: NoiseWindow, r
         probs = target_probs(gather_nodes(logits, nodes), depths, noise_window)
         q = None if tree.q is None else gather_nodes(tree.q, nodes).flatten(0, 1)
         tests = gather_nodes(uniform, depths.clamp(0, reach - 1)).flatten(0, 1)
-        rank, residual = try_children(probs.flatten(0, 1), q, gather_nodes(children, nodes).flatten(0, 1), tests, relax)
+        rank, residual = try_children(probs.flatten(0, 1), q, gather_nodes(children, nodes).flatten(0, 1), tests, rule)
         return rank.view_as(depths), residual.view_as(probs)
 
     path, length, residual = walk_tree(tree, reach, choose_child)
@@ -47,7 +54,7 @@ def rejection_walk(tree: DraftTree, logits: Tensor, noise_window: NoiseWindow, r
 
 
 def try_children(
-    probs: Tensor, q: Tensor | None, children: Tensor, uniform: Tensor, relax: RelaxFn
+    probs: Tensor, q: Tensor | None, children: Tensor, uniform: Tensor, rule: RejectionRule
 ) -> tuple[Tensor, Tensor]:
     """Try the children of M nodes in order of rank.
 
@@ -61,12 +68,10 @@ def try_children(
     remaining_q = None if q is None else q.clone()
     thresholds, child_probs = [], []  # (M, 1) per rank: accepted where threshold < prob
     for child, test in zip(children.split(1, dim=1), uniform.split(1, dim=1), strict=True):  # (M, 1)
-        relaxed = relax(probs, child[:, 0])
-        child_prob = relaxed.gather(1, child)
-        if remaining_q is None:
-            threshold, residual = test, relaxed.scatter(1, child, 0.0)
-        else:
-            threshold, residual = test * remaining_q.gather(1, child), (relaxed - remaining_q).clamp_(min=0)
+        child_prob, residual = rule(probs, remaining_q, child)
+        threshold = test
+        if remaining_q is not None:
+            threshold = test * remaining_q.gather(1, child)
             remaining_q.scatter_(1, child, 0.0)
             remaining_q.div_(remaining_q.sum(1, keepdim=True).clamp_(min=torch.finfo(remaining_q.dtype).tiny))
         total = residual.sum(1, keepdim=True)

@@ -129,7 +129,7 @@ def test_branches_below_the_least_probability_are_left_out_and_the_trunk_is_kept
 
 
 def tables(session: JacobiTreeSession) -> tuple[Tensor, Tensor]:
-    """Candidates (B, S, k) and gaps (B, S, k + 1) by step, as views."""
+    """Candidates and how long they have stayed (B, S, k + 1), and gaps (B, S, k + 1) by step, as views."""
     batch, stride = len(session._first_rows), session.layout.row_stride
     candidates, gaps = (table[:-1].unflatten(0, (batch, -1)) for table in (session.candidates, session.gaps))
     return candidates[:, stride:], gaps[:, stride:]
@@ -172,7 +172,7 @@ def test_candidates_are_the_best_tokens_of_the_pass_before() -> None:
     scores = verified.noise_window.scores(logits, torch.arange(1, 5)[None])[0]
     for depth in range(length + 1, 4):
         values, indices = scores[depth].topk(8)
-        assert (tables(session)[0][0, 7 + depth] == indices + 4).all()
+        assert (tables(session)[0][0, 7 + depth, :8] == indices + 4).all()
         assert torch.allclose(tables(session)[1][0, 7 + depth, :8], values[0] - values)
     assert tables(session)[0][0, 7 + length, 0] == verified.accepted_path.next_token
     assert (tables(session)[0][0, 11:, 0] == -1).all(), "steps that were not verified have no candidates"
@@ -181,7 +181,7 @@ def test_candidates_are_the_best_tokens_of_the_pass_before() -> None:
 def test_nodes_that_share_the_longest_path_are_averaged() -> None:
     """Of the two nodes of depth 2, only the one on the accepted path counts; without any, all of a depth count."""
     session = session_of(LAYOUT)
-    tables(session)[0][0, 7:9] = torch.tensor([[6, 7, 8, 9, 10, 11, 12, 13], [10, 11, 12, 13, 14, 15, 16, 17]])
+    tables(session)[0][0, 7:9, :8] = torch.tensor([[6, 7, 8, 9, 10, 11, 12, 13], [10, 11, 12, 13, 14, 15, 16, 17]])
     tables(session)[1][0, 7:9, :8] = torch.arange(8) * 0.1
     plan, root, steps = TreePlan(2, 2, 2, 5), torch.tensor([5]), torch.tensor([6])
 
@@ -197,17 +197,17 @@ def test_nodes_that_share_the_longest_path_are_averaged() -> None:
     assert verified.accepted_path.path[0, 1] == deviating[0]
     below = [n for n, node in enumerate(nodes_of(tree, 0)) if node[1] == deviating[0]]
     best = verified.output.logits[0, below].mean(0).topk(8)
-    assert tables(session)[0][0, 9].tolist() == (best.indices + 4).tolist()
+    assert tables(session)[0][0, 9, :8].tolist() == (best.indices + 4).tolist()
 
     session.restart([Prompt((0,))], None)  # type: ignore[arg-type]
-    tables(session)[0][0, 7:9] = torch.tensor([[6, 7, 8, 9, 10, 11, 12, 13], [10, 11, 12, 13, 14, 15, 16, 17]])
+    tables(session)[0][0, 7:9, :8] = torch.tensor([[6, 7, 8, 9, 10, 11, 12, 13], [10, 11, 12, 13, 14, 15, 16, 17]])
     tables(session)[1][0, 7:9, :8] = torch.arange(8) * 0.1
     tree, verified = draft_and_commit(session, root, steps, [plan], logits_choosing(19), temperature=0)
     assert verified.accepted_path.length == 0
     second = [n for n, node in enumerate(nodes_of(tree, 0)) if node[2] == 2]
     assert len(second) > 1
     best = verified.output.logits[0, second].mean(0).topk(8)
-    assert tables(session)[0][0, 9].tolist() == (best.indices + 4).tolist()
+    assert tables(session)[0][0, 9, :8].tolist() == (best.indices + 4).tolist()
 
 
 def first_candidates(session: JacobiTreeSession, root: int, step: int, depth: int) -> list[int]:
@@ -237,7 +237,7 @@ def test_fresh_steps_of_the_first_row_start_from_the_root_and_row_ends_are_force
 
 def test_fixed_shapes_take_the_candidates_of_their_ranks() -> None:
     session = session_of(LAYOUT)
-    tables(session)[0][0, 7] = torch.arange(4, 12)
+    tables(session)[0][0, 7, :8] = torch.arange(4, 12)
     tables(session)[1][0, 7, :8] = torch.arange(8) * 1.0
     plan = TreePlan.from_shape((-1, 0, 0, 0, 1, 1, 2))  # step 8 is fresh: one candidate
     window = Sampler(LAYOUT, [0]).noise_window(torch.tensor([6]), 3)
@@ -317,31 +317,41 @@ def test_probabilities_of_candidates_and_of_none_sum_to_one_and_fall_with_rank()
     calibration = OnlineCalibration(8, torch.device("cpu"))
     rows = [[0.0] * 8, [0.0, 0.1, 0.5, 1, 2, 3, 4, 5], [0.0] + [torch.inf] * 7, [0.0, 9] + [torch.inf] * 6]
     gaps = torch.tensor([[[*row, 0.0] for row in rows]])  # of the root and of depths 1 to 3
-    buckets = calibration.gap_buckets(gaps)
-    assert buckets.tolist() == [[0, 0, 6, 5]]
-    probs = calibration.log_probs(calibration.prior(gaps), buckets).exp()
+    buckets = calibration.buckets(torch.tensor([[3, 3, 0, 9]]))
+    assert buckets.tolist() == [[3, 3, 0, 5]]
+    probs = calibration.log_probs(calibration.prior(gaps, buckets), buckets).exp()
     assert torch.allclose(probs.sum(-1), torch.ones(1, 4))
     assert probs[0, 0].tolist() == [1.0] + [0.0] * 8, "the root is certain"
     assert (probs[..., :7] >= probs[..., 1:8]).all()
     assert (probs[0, 2, 1:8] == 0).all() and probs[0, 2, 0] > 0.8
     is_forced = torch.tensor([[False, False, True, False]])
-    assert calibration.log_probs(calibration.prior(gaps, is_forced), buckets)[0, 2, 0] == 0.0, "a row end is certain"
+    forced = calibration.log_probs(calibration.prior(gaps, buckets, is_forced), buckets)
+    assert forced[0, 2, 0] == 0.0, "a row end is certain"
+
+
+def test_candidates_are_more_probable_the_longer_they_and_the_step_before_have_stayed() -> None:
+    calibration = OnlineCalibration(4, torch.device("cpu"))
+    gaps = torch.tensor([0.0, 0.4, 1.0, 2.0, 0.0]).expand(6, 3, 5)
+    stays = torch.tensor([[1, 2, passes] for passes in range(1, 7)])
+    first = calibration.log_probs(calibration.prior(gaps, stays.clamp(max=5)), stays.clamp(max=5))[..., 0]
+    assert (first[:-2, 2] < first[1:-1, 2]).all() and first[-2, 2] == first[-1, 2], "up to 5 passes"
+    changed = calibration.prior(gaps, torch.tensor([[1, 1, 2]] * 6)).log_softmax(-1)[..., 0]
+    stayed = calibration.prior(gaps, torch.tensor([[1, 2, 2]] * 6)).log_softmax(-1)[..., 0]
+    assert (changed[:, 2] < stayed[:, 2]).all()
 
 
 def test_observed_choices_are_counted_by_bucket_and_rank() -> None:
     calibration = OnlineCalibration(3, torch.device("cpu"))
     rows = [[0.0, 0.0, 0.0], [0.0, 0.1, 1.0], [0.0, 1.0, 1.5], [0.0, 0.2, 0.3], [0.0, 0.2, 0.3]]
-    gaps = torch.tensor([[[*row, 0.0] for row in rows]])
-    buckets, prior = calibration.gap_buckets(gaps)[:, 1:], calibration.prior(gaps)[:, 1:]
-    is_chosen = torch.tensor(
-        [[[True, False, False], [False, False, True], [False, False, False], [True, False, False]]]
-    )
+    gaps, buckets = torch.tensor([[[*row, 0.0] for row in rows]]), torch.tensor([[1, 1, 2, 1, 1]])
+    prior, buckets = calibration.prior(gaps, buckets)[:, 1:], buckets[:, 1:]
+    is_chosen = torch.tensor([[[1, 0, 0], [0, 0, 1], [0, 0, 0], [1, 0, 0]]]).bool()
     calibration.observe(prior, buckets, is_chosen, torch.tensor([[True, True, True, False]]))
     observed, expected = calibration.counts.unbind(1)
-    assert observed[0].tolist() == [1, 0, 0, 1], "rank 0 once, none of the candidates once; the fourth does not count"
+    assert observed[1].tolist() == [1, 0, 0, 1], "rank 0 once, none of the candidates once; the fourth does not count"
     assert observed[2].tolist() == [0, 0, 1, 0]
     assert observed.sum() == 3
-    assert torch.allclose(expected[0], prior[0, [0, 2]].softmax(-1).sum(0))
+    assert torch.allclose(expected[1], prior[0, [0, 2]].softmax(-1).sum(0))
     assert torch.allclose(expected.sum(1), observed.sum(1))
     calibration.restart()
     assert (calibration.counts == 0).all()
@@ -350,10 +360,9 @@ def test_observed_choices_are_counted_by_bucket_and_rank() -> None:
 def test_probabilities_converge_to_what_is_observed() -> None:
     """A target that always chooses the second candidate, unlike the prior."""
     calibration = OnlineCalibration(4, torch.device("cpu"))
-    gaps = torch.tensor([[[0.0, 0.4, 1.0, 2.0, 0.0]] * 6])
-    buckets = calibration.gap_buckets(gaps)
+    gaps, buckets = torch.tensor([[[0.0, 0.4, 1.0, 2.0, 0.0]] * 6]), torch.full((1, 6), 2)
     is_chosen = torch.tensor([False, True, False, False]).expand(1, 5, 4)
-    prior = calibration.prior(gaps)
+    prior = calibration.prior(gaps, buckets)
     before = calibration.log_probs(prior, buckets)[:, 1:].exp()
     for _ in range(60):
         calibration.observe(prior[:, 1:], buckets[:, 1:], is_chosen, torch.ones(1, 5, dtype=torch.bool))
@@ -361,11 +370,34 @@ def test_probabilities_converge_to_what_is_observed() -> None:
     assert (before[..., 1] < 0.4).all() and (after[..., 1] > 0.8).all()
 
 
+def test_session_counts_for_how_many_passes_a_first_candidate_has_stayed() -> None:
+    session, plan = session_of(LAYOUT), TreePlan(3, 1, 1, 4)
+    root, steps = torch.tensor([5]), torch.tensor([6])
+
+    def logits_choosing(*tokens: int) -> Any:
+        values = torch.zeros(1, 4, 16)
+        for depth, token in enumerate(tokens):
+            values[0, depth, token - 4] = 50.0
+        return lambda tree: values
+
+    def stays() -> list[int]:
+        return tables(session)[0][0, 7:12, -1].tolist()
+
+    assert stays() == [0] * 5
+    draft_and_commit(session, root, steps, [plan], logits_choosing(9, 10, 11, 12))
+    assert stays() == [1, 1, 1, 1, 0], "the first of the next step is no token above"
+    draft_and_commit(session, root, steps, [plan], logits_choosing(9, 10, 13, 12))
+    assert stays() == [2, 2, 1, 2, 0]
+    draft_and_commit(session, root, steps, [TreePlan(1, 1, 1, 2)], lambda tree: logits_choosing(9, 10)(tree)[:, :2])
+    assert stays() == [3, 3, 1, 2, 0], "steps that were not verified stay what they are"
+
+
 def test_session_counts_accepted_depths_and_the_first_miss() -> None:
     session = session_of(ROW_ENDS)
     tables(session)[0][0, 2:5, 0] = torch.tensor([6, 7, 8])
     tables(session)[1][0, 2:5, 1] = 0.1
     tables(session)[0][0, 2:5, 1] = 9
+    tables(session)[0][0, 2:5, -1] = 2
 
     def logits(tree: DraftTree) -> Tensor:
         values = torch.zeros(1, tree.size, 16)
@@ -376,7 +408,7 @@ def test_session_counts_accepted_depths_and_the_first_miss() -> None:
 
     draft_and_commit(session, torch.tensor([5]), torch.tensor([1]), [TreePlan(4, 1, 1, 5)], logits)
     observed = session.calibration.counts[:, 0]
-    assert observed[0, :3].tolist() == [1, 1, 0] and observed.sum() == 2
+    assert observed[2, :3].tolist() == [1, 1, 0] and observed.sum() == 2
 
 
 def test_restart_forgets_everything_in_the_same_tensors() -> None:

@@ -53,9 +53,10 @@ class JacobiTree:
 class _Drafted:
     """The candidates that the last trees were grown from."""
 
-    rows: Tensor  # (B, 1) of the roots' steps in the tables
-    tokens: Tensor  # (B, D + 1, k) of depths 0 (the root) to D
-    prior: Tensor  # (B, D + 1, k + 1) of the calibration
+    rows: Tensor  # (B, D + 2) rows of the tables: the steps of depths 0 (the root) to D + 1
+    tokens: Tensor  # (B, D + 2, k)
+    stays: Tensor  # (B, D + 2) passes for which the first candidate has stayed the same
+    prior: Tensor  # (B, D + 1, k + 1) of the calibration, depths 0 to D
     buckets: Tensor  # (B, D + 1) of the calibration
     is_forced: Tensor | None  # (B, D + 1) row ends, in layouts that have them
 
@@ -72,8 +73,9 @@ class JacobiTreeSession(CapturableDraft):
         # Trees, and the rows of the picture that they end in, may reach past the last step.
         room = 2 * layout.row_stride + layout.steps + MAX_NODES
         count = batch * room
-        # Best first, -1 where there is no candidate. The first one of a committed step is its token.
-        self.candidates = torch.empty(count + 1, ranks, dtype=torch.int64, device=device)
+        # Best first, -1 where there is no candidate; the first one of a committed step is its token. The last column
+        # is the number of passes for which the first one has stayed the same, 0 if the step was never verified.
+        self.candidates = torch.empty(count + 1, ranks + 1, dtype=torch.int64, device=device)
         # How far each candidate's score is behind the best one's; inf where there is none, and 0 in the last column.
         self.gaps = torch.empty(count + 1, ranks + 1, device=device)
         self.calibration = OnlineCalibration(ranks, device)
@@ -84,6 +86,7 @@ class JacobiTreeSession(CapturableDraft):
 
     def _clear(self) -> None:
         self.candidates.fill_(-1)
+        self.candidates[:, -1] = 0
         self.gaps.fill_(torch.inf)
         self.gaps[:, [0, -1]] = 0.0
         self.calibration.restart()
@@ -100,38 +103,46 @@ class JacobiTreeSession(CapturableDraft):
                 f"the drafter jacobi-tree cannot draft for the {request.proposal!r} proposal; use the exact verifier "
                 "with the 'coupled' proposal, or the drafter jacobi."
             )
-        plan, limits, root = request.plan, request.limits, request.root[:, None]
-        depths = arange_cached(plan.depth + 1, root.device)
-        root_rows = request.steps[:, None] + self._first_rows
-        self.candidates[:, 0].scatter_(0, root_rows[:, 0], request.root)
-        rows = (root_rows + depths).flatten()
-        tokens = self.candidates.index_select(0, rows).view(len(root), -1, self.ranks)
-        gaps = self.gaps.index_select(0, rows).view(len(root), -1, self.ranks + 1)
-        first, is_forced = self._first_candidates(root_rows, root, plan.depth), None
-        if self.layout.row_end is not None:
-            is_forced = self.layout.is_row_end(request.steps[:, None] + depths) & (depths > 0)
-            first = torch.where(is_forced, self.layout.row_end, first)
-        tokens[..., 0] = first
-        prior, buckets = self.calibration.prior(gaps, is_forced), self.calibration.gap_buckets(gaps)
-        self._drafted = _Drafted(root_rows, tokens, prior, buckets, is_forced)
+        plan, limits, device = request.plan, request.limits, request.root.device
+        self._drafted = drafted = self._look_up(request)
         if plan.depth == 0:
             return root_only(request.root)
+        tokens = drafted.tokens[:, :-1]
         if plan.shape is not None:
             return self._fill_shape(request, plan.shape, tokens)
         branch = min(plan.branch, self.ranks)
-        log_probs = self.calibration.log_probs(prior, buckets)[..., :branch]
+        log_probs = self.calibration.log_probs(drafted.prior, drafted.buckets)[..., :branch]
         if limits is None:
-            trunk, nodes = (constant((count,), torch.int64, root.device) for count in (plan.depth, plan.nodes))
+            trunk, nodes = (constant((count,), torch.int64, device) for count in (plan.depth, plan.nodes))
         else:
             trunk, nodes = limits.depth, limits.nodes
-            is_beyond = arange_cached(branch, root.device) >= limits.branch[:, None].clamp(min=1)
+            is_beyond = arange_cached(branch, device) >= limits.branch[:, None].clamp(min=1)
             log_probs = log_probs.masked_fill(is_beyond[:, None], -torch.inf)
         return grow_trunk_tree(
             tokens[..., :branch], log_probs, plan.nodes, trunk=trunk, nodes=nodes, min_probability=plan.min_probability
         )
 
+    def _look_up(self, request: DraftRequest) -> _Drafted:
+        """The candidates of a tree's steps with their prior probabilities."""
+        depth, root, layout = request.plan.depth, request.root[:, None], self.layout
+        depths = arange_cached(depth + 2, root.device)
+        root_rows = request.steps[:, None] + self._first_rows
+        self.candidates[:, 0].scatter_(0, root_rows[:, 0], request.root)
+        rows = root_rows + depths
+        candidates = self.candidates.index_select(0, rows.flatten()).view(*rows.shape, -1)
+        gaps = self.gaps.index_select(0, rows[:, :-1].flatten()).view(len(rows), depth + 1, -1)
+        tokens, stays, is_forced = candidates[..., :-1], candidates[..., -1], None
+        first = self._first_candidates(root_rows, root, depth + 1)
+        if layout.row_end is not None:
+            is_forced = layout.is_row_end(request.steps[:, None] + depths) & (depths > 0)
+            first, is_forced = torch.where(is_forced, layout.row_end, first), is_forced[:, :-1]
+        tokens[..., 0] = first
+        buckets = self.calibration.buckets(stays[:, :-1])
+        prior = self.calibration.prior(gaps, buckets, is_forced)
+        return _Drafted(rows, tokens, stays, prior, buckets, is_forced)
+
     def _first_candidates(self, root_rows: Tensor, root: Tensor, depth: int) -> Tensor:
-        """The first candidates of depths 0 to D (B, D + 1): those verified before, else those above, else the root."""
+        """The first candidates of depths 0 to `depth` (B, depth + 1): those verified, else those above, else the root."""
         stride = self.layout.row_stride
         height = 1 + -(-depth // stride)
         # From one row of the picture above the tree's first step on, as (height, stride): columns are the picture's.
@@ -166,9 +177,9 @@ class JacobiTreeSession(CapturableDraft):
         """Keep the target's best tokens at the nodes of each depth as the candidates of the step after them."""
         assert self._drafted is not None, "trees are drafted before they are verified"
         drafted, counts = self._drafted, verified.counts[:, None]
-        depths = arange_cached(drafted.tokens.shape[1], counts.device)
+        depths = arange_cached(drafted.prior.shape[1], counts.device)  # 0 to D
         chosen = _chosen_tokens(verified, len(depths))
-        is_chosen = drafted.tokens[:, 1:] == chosen[:, :-1, None]
+        is_chosen = drafted.tokens[:, 1:-1] == chosen[:, :-1, None]
         is_observed = depths[:-1] < counts
         if drafted.is_forced is not None:
             is_observed = is_observed & ~drafted.is_forced[:, 1:]
@@ -176,10 +187,11 @@ class JacobiTreeSession(CapturableDraft):
 
         indices, gaps, has_node = _candidates_by_depth(verified, len(depths), self.ranks)
         tokens = self.layout.token_ids(indices).masked_fill(gaps == torch.inf, -1)
-        tokens[..., 0] = torch.where(depths < counts, chosen, tokens[..., 0])
+        tokens[..., 0] = first = torch.where(depths < counts, chosen, tokens[..., 0])
+        stays = torch.where(first == drafted.tokens[:, 1:, 0], drafted.stays[:, 1:] + 1, 1)
         # Steps after depths without nodes keep their candidates: theirs go to the last row, which is not used.
-        rows = torch.where(has_node, drafted.rows + 1 + depths, self.candidates.shape[0] - 1).flatten()
-        self.candidates.index_copy_(0, rows, tokens.flatten(0, 1))
+        rows = torch.where(has_node, drafted.rows[:, 1:], self.candidates.shape[0] - 1).flatten()
+        self.candidates.index_copy_(0, rows, torch.cat([tokens, stays[..., None]], dim=-1).flatten(0, 1))
         self.gaps[:, :-1].index_copy_(0, rows, gaps.flatten(0, 1))
 
 

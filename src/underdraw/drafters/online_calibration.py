@@ -1,8 +1,10 @@
 """Acceptance probabilities of candidate tokens, corrected while decoding by which candidates the target chose.
 
-The prior depends on the depth in the tree and on the gaps: how far the score of each candidate is behind the best one.
-It was fitted to the embedded model at temperatures 0.5 and 1. Other models differ, so the observed choices correct it:
-the probability of a rank is multiplied by observed / expected, counted by the gap from the first candidate to the next.
+The prior depends on the depth in the tree, on the gaps (how far the score of each candidate is behind the best one), on
+for how many passes the first candidate of the step has stayed the same, and on whether that of the step before has just
+changed: then the candidates were computed in a wrong context. It was fitted to the embedded model at temperatures 0.5
+and 1. Other models differ, so that observed choices correct it: the probability of a rank is multiplied by observed /
+expected, counted by the number of passes.
 """
 
 from __future__ import annotations
@@ -13,25 +15,39 @@ import math
 import torch
 from torch import Tensor
 
-from underdraw.constants import arange_cached, constant
+from underdraw.constants import arange_cached
 
 MAX_RANKS = 8
-# Log weight of rank r at depth d: RANK_BIAS[r] - GAP_SLOPE[d] * log(1 + 4 * gap). Of "none of the candidates": NONE[d].
-_RANK_BIAS = (0.0, -0.47, -0.95, -1.17, -1.59, -1.83, -1.87, -2.08)
-_GAP_SLOPE = (0.49, 0.7, 0.92, 1.19)  # depths 1, 2, 3, and all deeper ones
-_NONE = (-1.0, -2.28, -3.07, -3.61)
-_GAP_EDGES = (0.25, 0.75, 1.5, 3.0, 6.0, 1e20)  # of the buckets; in the last one there is no second candidate
+# Log weights. Rank 0: 0. Rank r: RANK[r] + STAYS[passes] + CHANGED - GAP_SLOPE[depth] * log(1 + 4 * gap). None of the
+# candidates: NONE[depth] + NONE_STAYS[passes] + NONE_CHANGED.
+_RANK = (0.0, -0.15, -0.52, -0.82, -1.19, -1.25, -1.44, -1.85)
+_GAP_SLOPE = (0.74, 0.79, 1.01, 1.2)  # depths 1, 2, 3, and all deeper ones
+_NONE = (-2.71, -2.74, -3.59, -4.18)
+_STAYS = (0.12, 0.0, -0.78, -1.24, -1.64, -2.09)  # 0: never verified, 1: has just changed, ..., 5 or more passes
+_NONE_STAYS = (0.33, 0.0, -1.37, -2.16, -2.47, -3.55)
+_CHANGED, _NONE_CHANGED = 1.27, 2.62  # if the first candidate of the step before has just changed
 _PRIOR_COUNT = 8.0  # observations that the prior is worth, per bucket and rank
 
 
 @functools.cache  # unbounded: CUDA graphs keep reading these tensors
-def _prior_tables(depth: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Biases (D + 1, k + 1) and negative slopes (D + 1, 1) of depths 0 to D; the root, of depth 0, is certain."""
+def _depth_tables(depth: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Weights (D + 1, k + 1) and negative slopes (D + 1, 1) of depths 0 to D; the root, of depth 0, is certain."""
     rows = [[0.0] + [-math.inf] * ranks]
     for d in range(depth):
-        rows.append([*_RANK_BIAS[:ranks], _NONE[min(d, len(_NONE) - 1)]])
+        rows.append([*_RANK[:ranks], _NONE[min(d, len(_NONE) - 1)]])
     slopes = [-1.0] + [-_GAP_SLOPE[min(d, len(_GAP_SLOPE) - 1)] for d in range(depth)]
     return torch.tensor(rows, device=device), torch.tensor(slopes, device=device)[:, None]
+
+
+@functools.cache
+def _stability_table(ranks: int, device: torch.device) -> Tensor:
+    """Weights (2 * buckets, k + 1) by bucket and by whether the step before has just changed."""
+    rows = [
+        [0.0] + [rank + changed * _CHANGED] * (ranks - 1) + [none + changed * _NONE_CHANGED]
+        for rank, none in zip(_STAYS, _NONE_STAYS, strict=True)
+        for changed in (0, 1)
+    ]
+    return torch.tensor(rows, device=device)
 
 
 class OnlineCalibration:
@@ -40,24 +56,26 @@ class OnlineCalibration:
     def __init__(self, ranks: int, device: torch.device) -> None:
         self.ranks = ranks
         # Observed and expected choices by bucket: (buckets, 2, ranks + 1); the last column is "none of the candidates".
-        self.counts = torch.zeros(len(_GAP_EDGES) + 1, 2, ranks + 1, device=device)
+        self.counts = torch.zeros(len(_STAYS), 2, ranks + 1, device=device)
 
     def restart(self) -> None:
         """Forget what was observed."""
         self.counts.zero_()
 
-    def gap_buckets(self, gaps: Tensor) -> Tensor:
-        """The bucket (B, D + 1) of candidates by the gap from the best to the second: gaps (B, D + 1, k + 1)."""
-        return torch.bucketize(gaps[..., 1].contiguous(), constant(_GAP_EDGES, torch.float32, gaps.device))
+    def buckets(self, stays: Tensor) -> Tensor:
+        """The buckets of candidates by the number of passes for which the first one has stayed; 0 if never verified."""
+        return stays.clamp(max=len(_STAYS) - 1)
 
-    def prior(self, gaps: Tensor, is_forced: Tensor | None = None) -> Tensor:
+    def prior(self, gaps: Tensor, buckets: Tensor, is_forced: Tensor | None = None) -> Tensor:
         """Prior log weights (B, D + 1, k + 1) of the candidates of depths 0 to D, the last for none of them.
 
         `gaps` (B, D + 1, k + 1) are 0 for the best candidate and for "none", and inf where there is no candidate. At
         steps that are `is_forced` (B, D + 1) the first candidate is certain.
         """
-        bias, slope = _prior_tables(gaps.shape[1] - 1, self.ranks, gaps.device)
-        prior = torch.addcmul(bias, slope, torch.log1p(4 * gaps))
+        weights, slopes = _depth_tables(gaps.shape[1] - 1, self.ranks, gaps.device)
+        has_changed = (buckets == 1).roll(1, dims=1)  # of the step before; the root has none, but is certain
+        stability = _stability_table(self.ranks, gaps.device)[torch.add(has_changed, buckets, alpha=2)]
+        prior = torch.addcmul(weights + stability, slopes, torch.log1p(4 * gaps))
         if is_forced is not None:
             prior[..., 1:].masked_fill_(is_forced[..., None], -torch.inf)
         return prior

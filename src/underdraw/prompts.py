@@ -7,12 +7,14 @@ depends on the model and is checked there.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from underdraw.errors import ConfigError, unknown
+from underdraw.io import check_regular, expand_user, parse_json, read_text, split_lines
 
 PARTI_COLUMNS = ("Prompt", "Category", "Challenge", "Note")
 
@@ -55,10 +57,11 @@ def check_text(text: object) -> None:
 
 def load_prompts(source: str, data: Path | None = None) -> list[str]:
     """Read the prompts of a file, or of a published set whose file is in the folder `data`."""
-    path = _published_file(source, data) if source in SETS else Path(source).expanduser()
-    if not path.is_file():
+    path = _published_file(source, data) if source in SETS else expand_user(source)
+    if path.is_dir() or not os.path.lexists(path):
         problem = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigError(f"{path} {problem}; give a file of prompts or one of {', '.join(SETS)}.")
+    check_regular(path, "prompts")  # a pipe cannot be read again when a run is resumed
     readers: dict[str, Callable[[Path, str], list[str]]] = {
         ".tsv": _read_parti,
         ".json": _read_coco,
@@ -67,7 +70,7 @@ def load_prompts(source: str, data: Path | None = None) -> list[str]:
     }
     if path.suffix.lower() not in readers:
         raise unknown("prompt file type", path.suffix, [suffix for suffix in readers if suffix])
-    prompts = readers[path.suffix.lower()](path, _read_text(path))
+    prompts = readers[path.suffix.lower()](path, read_text(path, "prompts"))
     if not prompts:
         raise ConfigError(f"{path} holds no prompts; it needs at least one.")
     return prompts
@@ -86,23 +89,15 @@ def _published_file(name: str, data: Path | None) -> Path:
     raise ConfigError(f"{data} holds no {published.files[0]}; download it from {published.url} into that folder.")
 
 
-def _read_text(path: Path) -> str:
-    raw = path.read_bytes()
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        raise ConfigError(f"line {line} of {path} is not UTF-8 text; save the file as UTF-8.") from None
-
-
 def _read_lines(path: Path, text: str) -> list[str]:
     """One prompt per line; empty lines are skipped."""
-    for number, line in enumerate(text.splitlines(), start=1):
+    lines = split_lines(text)
+    for number, line in enumerate(lines, start=1):
         if "\0" in line:
             raise ConfigError(
                 f"line {number} of {path} contains a zero byte; give a text file with one prompt per line."
             )
-    return [line.strip() for line in text.splitlines() if line.strip()]
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _read_parti(path: Path, text: str) -> list[str]:
@@ -127,9 +122,11 @@ def _read_parti(path: Path, text: str) -> list[str]:
 def _read_coco(path: Path, text: str) -> list[str]:
     """One caption per image, the one with the lowest id, in the order of image ids."""
     try:
-        document = json.loads(text)
+        document = parse_json(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"line {error.lineno} of {path} is not valid JSON ({error.msg}).") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}).") from None
     rows = document.get("annotations") if isinstance(document, dict) else None
     if not isinstance(rows, list):
         raise ConfigError(f'{path} has no list "annotations"; give a COCO captions file.')

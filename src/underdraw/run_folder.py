@@ -12,7 +12,7 @@ from typing import Any
 
 from underdraw import __version__
 from underdraw.errors import ConfigError
-from underdraw.io import JsonlStore, atomic_write_json, read_json, remove_unfinished
+from underdraw.io import JsonlStore, atomic_write_json, is_leftover, read_json, remove_unfinished
 
 SETTINGS_FILE, MANIFEST_FILE = "run.json", "manifest.jsonl"
 
@@ -23,7 +23,7 @@ class RunFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rows: dict[int, dict[str, Any]] = {}
-        self._manifest = JsonlStore(folder / MANIFEST_FILE, validate_row)
+        self._manifest = JsonlStore(folder / MANIFEST_FILE, validate_row, key=lambda row: row["index"])
         self._settings: dict[str, Any] = {}
         self._is_started = False
 
@@ -31,7 +31,7 @@ class RunFolder:
         """The settings of the run in the folder, None without a run; an error if the folder holds something else."""
         path = self.folder / SETTINGS_FILE
         if not path.exists():
-            if self.folder.exists() and any(self.folder.iterdir()):
+            if self.folder.exists() and not all(map(is_leftover, self.folder.iterdir())):
                 raise ConfigError(
                     f"{self.folder} is not empty and has no {SETTINGS_FILE}; choose a new folder, or add --force to "
                     "write into it."
@@ -71,8 +71,8 @@ class RunFolder:
         """Create the folder and its run.json, unless the run was resumed."""
         if self._is_started:
             return
+        remove_unfinished(self.folder)
         if (self.folder / SETTINGS_FILE).exists():
-            remove_unfinished(self.folder)
             for row in self._manifest.read(skip_damaged=True):
                 (self.folder / row["file"]).unlink(missing_ok=True)
         self._manifest.clear()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from underdraw.errors import ConfigError
 from underdraw.history import History, StepResult
-from underdraw.io import atomic_write
+from underdraw.io import atomic_write, read_json_object
 from underdraw.plan import TreePlan
 from underdraw.sampling import NoiseWindow
 from underdraw.tree import AcceptedPath, DraftTree, Proposal
@@ -59,7 +59,7 @@ class Trace:
     def load(cls, path: Path) -> Trace:
         """Read a trace. Plans with a fixed shape come back as plans of the same size."""
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = read_json_object(path, "a trace")
             if record["kind"] != TRACE_KIND or not record["passes"]:
                 raise ValueError("it holds no passes")
             rows = [tuple(map(int, row)) for row in record["passes"]]

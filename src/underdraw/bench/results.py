@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from underdraw.errors import ConfigError
-from underdraw.io import JsonlStore, atomic_write_json, read_json, remove_unfinished
+from underdraw.io import JsonlStore, atomic_write_json, is_leftover, read_json, remove_unfinished
 
 RUN, ROWS, CELLS = "run.json", "rows.jsonl", "cells.jsonl"
 RENAMED_COLUMNS = {"tree": "pass_index"}  # of cells.jsonl: name in older runs -> name now
@@ -39,8 +39,8 @@ class ResultFolder:
         self.info: dict[str, Any] = {}  # the content of run.json: settings, methods, machine, costs
         self.rows: dict[PictureKey, dict[str, Any]] = {}
         self.cells: dict[PictureKey, dict[str, Any]] = {}
-        self._row_store = JsonlStore(path / ROWS, PictureKey.from_row)
-        self._cell_store = JsonlStore(path / CELLS, PictureKey.from_row)
+        self._row_store = JsonlStore(path / ROWS, PictureKey.from_row, key=PictureKey.from_row)
+        self._cell_store = JsonlStore(path / CELLS, PictureKey.from_row, key=PictureKey.from_row)
 
     @classmethod
     def read(cls, path: Path) -> ResultFolder:
@@ -66,7 +66,7 @@ class ResultFolder:
             return
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; --out needs a folder.")
-        if self.path.exists() and any(self.path.iterdir()) and not overwrite:
+        if self.path.exists() and not all(map(is_leftover, self.path.iterdir())) and not overwrite:
             raise ConfigError(
                 f"{self.path} is not empty and has no {RUN}; choose a new folder, or use --force to write into it."
             )
@@ -75,6 +75,7 @@ class ResultFolder:
     def start(self, facts: Mapping[str, Any]) -> None:
         """Create the folder and write run.json, extended by `facts` (machine, costs)."""
         self.path.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self.path)
         self.info.update(facts)
         if not self.rows:
             self._row_store.clear()

@@ -7,21 +7,24 @@ tokens, and stores the costs in `costs.json` of the cache folder, once for a mod
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import platform
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from underdraw.drafters.forced import Forced
 from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.decode import collect_passes, decode
+from underdraw.errors import ConfigError
 from underdraw.history import History
-from underdraw.io import atomic_write_json, cache_dir
+from underdraw.io import atomic_write_json, cache_dir, read_json_object
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.cost import Cost
@@ -145,7 +148,7 @@ def measure_again(workload: Workload, file: Path | None = None) -> PassCosts:
     try:
         _write_costs(workload.name, costs, file)
         log.warning("measured what passes cost on this machine and stored it in %s", file)
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         log.warning("measured what passes cost on this machine; %s cannot be written (%s)", file, error)
     return costs
 
@@ -180,20 +183,37 @@ def costs_file() -> Path:
 
 def read_costs(name: str, file: Path | None = None) -> PassCosts | None:
     """The stored costs of `Workload.name`, if there are any."""
+    file = file or costs_file()
+    row = _read_stored(file).get(name)
+    if row is None:
+        return None
     try:
-        row = json.loads((file or costs_file()).read_text(encoding="utf-8"))[name]
-        return PassCosts(**{**row, "curve": _rounded(row["curve"]), "levels": _rounded(row["levels"])})
-    except (OSError, ValueError, KeyError, TypeError):
+        costs = PassCosts(**{**row, "curve": _rounded(row["curve"]), "levels": _rounded(row["levels"])})
+        Cost(costs.plain, costs.base, costs.node, costs.level)  # checks the values
+        if not all(0 <= spent < math.inf for _, spent in (*costs.curve, *costs.levels)):
+            raise ValueError("a cost is negative or not finite")
+        return costs
+    except (ValueError, KeyError, TypeError, OverflowError, ConfigError) as error:
+        log.warning("the costs of %s in %s are damaged (%s); measuring again", name, file, error)
         return None
 
 
-def _write_costs(name: str, costs: PassCosts, file: Path) -> None:
+def _read_stored(file: Path) -> dict[str, Any]:
+    """All stored costs by name; a damaged file is set aside, so that measuring again replaces it."""
+    if not file.exists():
+        return {}
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there yet, or damaged: start anew
-        stored = {}
-    entries = stored if isinstance(stored, dict) else {}
-    atomic_write_json(file, {**entries, name: asdict(costs)})
+        return read_json_object(file, "measured costs")
+    except ConfigError as error:
+        aside = file.with_name(f"{file.name}.damaged")
+        log.warning("%s It is kept as %s; measuring again.", error, aside)
+        with suppress(OSError):
+            file.replace(aside)
+        return {}
+
+
+def _write_costs(name: str, costs: PassCosts, file: Path) -> None:
+    atomic_write_json(file, {**_read_stored(file), name: asdict(costs)})
 
 
 def device_name() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import struct
 import zipfile
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,17 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from underdraw.errors import CheckpointError, ConfigError, first_line
-from underdraw.io import read_json
+from underdraw.io import check_regular, expand_user, path_inside, read_json_object
 from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES, CheckFolder, HubOptions, download, is_hub_id
+from underdraw.nn.weights import open_safetensors, read_safetensors_header
 
 EMBEDDED_MODELS = ("tiny",)
 COMPANION_FOLDERS = "UNDERDRAW_FILES"  # environment variable: more folders to look for companion files in
 SAVED_CHOICES_FILE = "underdraw.json"  # in a saved folder: its drafter, tree, verifier and image size
 TRAINED_BY_UNDERDRAW = "model-0.safetensors"  # the first file that `nn.weights.save_weights` writes into a folder
+_CONFIG = "a model configuration"  # in error messages
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -60,7 +62,12 @@ class Checkpoint:
     def from_path(cls, path: Path, name: str | None = None, hub: HubOptions | None = None) -> Checkpoint:
         """A checkpoint on disk, with the config.json in its folder if there is one."""
         config = path / "config.json"
-        return cls(path, name or str(path), read_json_object(config) if config.exists() else {}, hub or HubOptions())
+        return cls(
+            path,
+            name or str(path),
+            read_json_object(config, _CONFIG, CheckpointError) if config.exists() else {},
+            hub or HubOptions(),
+        )
 
     @property
     def folder(self) -> Path:
@@ -75,7 +82,7 @@ class Checkpoint:
     def read_json(self, name: str) -> dict[str, Any]:
         """One of the checkpoint's JSON files, or {} if it does not exist."""
         path = self.folder / name
-        return read_json_object(path) if path.exists() else {}
+        return read_json_object(path, _CONFIG, CheckpointError) if path.exists() else {}
 
     def find_companion(self, names: Sequence[str], *, nearby: bool = True) -> Path | None:
         """The first existing file or folder of these names, for parts that the authors publish in another repository.
@@ -121,8 +128,7 @@ class Checkpoint:
             return [self.path]
         for index in _INDEX_FILES:
             if (self.path / index).exists():
-                names = set(self.read_json(index).get("weight_map", {}).values())
-                return [self.require_file(name) for name in sorted(names)]
+                return self._indexed_files(index)
         for name in _SINGLE_FILES:
             if (self.path / name).exists():
                 return [self.path / name]
@@ -130,6 +136,14 @@ class Checkpoint:
             if paths := sorted(self.path.glob(f"*{suffix}")):
                 return paths
         raise CheckpointError(f"{self.path} holds no weights (no {', '.join(WEIGHT_SUFFIXES)} file).")
+
+    def _indexed_files(self, index: str) -> list[Path]:
+        """The files that an index names, all of them inside the checkpoint's folder."""
+        weight_map = self.read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{self.path / index} has no weight_map; download it again.")
+        names = {str(path_inside(Path(), name, str(self.path / index))) for name in weight_map.values()}
+        return [self.require_file(name) for name in sorted(names)]
 
     def tensors(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of the wanted tensors, by default all of them, file by file."""
@@ -145,7 +159,7 @@ def read_tensors(path: Path, wanted: Container[str] | None = None) -> Iterator[t
     """Yield (name, tensor) of the wanted tensors in one file."""
     try:
         if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
+            with open_safetensors(path) as file:
                 for name in file.keys():  # noqa: SIM118
                     if wanted is None or name in wanted:
                         yield name, file.get_tensor(name)
@@ -153,7 +167,7 @@ def read_tensors(path: Path, wanted: Container[str] | None = None) -> Iterator[t
             for name, tensor in _unpickle(path).items():
                 if wanted is None or name in wanted:
                     yield name, tensor
-    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise _unreadable(path, error) from error
 
 
@@ -171,22 +185,33 @@ def _cached_shapes(path: Path, _mtime: int, _size: int) -> dict[str, torch.Size]
     """Cached until the file changes, because old pickles have to be read completely to list their tensors."""
     if path.suffix != ".safetensors":
         return {name: tensor.shape for name, tensor in read_tensors(path)}
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(path, error) from error
+    return {name: torch.Size(info.shape) for name, info in read_safetensors_header(path)[0].items()}
 
 
 def _unpickle(path: Path) -> dict[str, Tensor]:
     """The tensors of a pickle, memory-mapped where the format (zip) allows it."""
+    check_regular(path, "a file of weights", CheckpointError)
     # Training scripts often save their argparse arguments with the weights; a Namespace only holds values.
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except (LookupError, TypeError, AttributeError) as error:  # raised for bytes that are not a pickle
+            is_zip = zipfile.is_zipfile(path)
+            if is_zip:
+                _refuse_compressed(path)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        except (LookupError, TypeError, AttributeError, struct.error, AssertionError) as error:  # not a pickle
             raise pickle.UnpicklingError(str(error)) from error
     return _find_state_dict(state, path)
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Raise for a zip file that unpacks to more than it holds; torch stores tensors uncompressed."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except zipfile.BadZipFile as error:
+        raise pickle.UnpicklingError(str(error)) from error
+    if unpacked > path.stat().st_size:
+        raise pickle.UnpicklingError(f"it would unpack to {unpacked} bytes")
 
 
 def _find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
@@ -209,13 +234,6 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read ({reason}); it is damaged or incomplete: download it again.")
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    value = read_json(path, "a JSON object", CheckpointError)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__} instead of a JSON object; download it again.")
-    return value
-
-
 def open_checkpoint(name: str | Path, hub: HubOptions | None = None, check: CheckFolder | None = None) -> Checkpoint:
     """Open an embedded model by name, a path, or an `owner/name` or `owner/name/file` of the hub.
 
@@ -225,8 +243,8 @@ def open_checkpoint(name: str | Path, hub: HubOptions | None = None, check: Chec
     text = str(name)
     if text in EMBEDDED_MODELS:
         path = Path(str(files("underdraw") / "assets" / text))
-    elif Path(text).expanduser().exists():
-        path = Path(text).expanduser()
+    elif expand_user(text).exists():
+        path = expand_user(text)
     elif is_hub_id(text):
         path = download(text, hub, check)
     else:

@@ -20,7 +20,7 @@ from underdraw.models.family import Family, ModelSpec, Placement
 from underdraw.models.hub import WEIGHT_SUFFIXES
 from underdraw.models.loading import all_families, find_family
 from underdraw.nn.transformer import Arch, Transformer
-from underdraw.nn.weights import SCALE
+from underdraw.nn.weights import SCALE, weight_files
 from underdraw.registry import families
 
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2}
@@ -81,7 +81,7 @@ def _embedded_parameters(name: str) -> dict[str, int]:
 
 def count_stored_parameters(folder: Path) -> int:
     """Parameters in the safetensors files of a folder, without the scales of 8-bit rows."""
-    shapes = [tensor_shapes(path) for path in folder.glob("model-*.safetensors")]
+    shapes = [tensor_shapes(path) for path in weight_files(folder)]
     return sum(shape.numel() for part in shapes for name, shape in part.items() if not name.endswith(SCALE))
 
 

@@ -1,25 +1,31 @@
 """Weights on disk: sharded safetensors files in bfloat16, large matrices optionally in int8 with a scale per row.
 
 An int8 matrix `name` is stored with `name.scale`, one float32 per row. The metadata of every shard holds an `about`
-dictionary, which describes the weights, and the number of shards.
+dictionary, which describes the weights, and the number and names of the shards.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from underdraw.errors import CheckpointError
+from underdraw.io import atomic_write, check_regular, open_regular, parse_json, path_inside, remove_unfinished
 
+MAX_HEADER_BYTES = 10**8  # of a safetensors file, as the format says
 SHARD_BYTES = 15 * 2**20
 SCALE = ".scale"  # ends the names of the scales of int8 matrices
+MAX_SHARDS = 10**4
 _MIN_INT8_VALUES = 4096  # smaller tensors stay in bfloat16
 
 
@@ -35,6 +41,13 @@ def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
     return values.float() * scale.view(-1, *[1] * (values.ndim - 1))
 
 
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file atomically; missing parent folders are created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as file:
+        file.write(save({name: value.cpu().contiguous() for name, value in tensors.items()}, metadata))
+
+
 def save_weights(
     folder: str | Path,
     state: Mapping[str, Tensor],
@@ -43,21 +56,52 @@ def save_weights(
 ) -> list[Path]:
     """Write a state dict as model-I.safetensors files into a folder, replacing older ones; return their paths.
 
-    Shards get their names only when all are written, the first last, so that a folder never looks complete too early.
+    The first file names the others and is replaced last, by a rename. Until then the older set stays complete: the
+    others get names that it does not use.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(folder)
     shards = _shard(_to_stored(state, precision))
-    metadata = {"about": json.dumps(dict(about)), "shards": str(len(shards))}
-    paths = [folder / f"model-{index}.safetensors" for index in range(len(shards))]
-    for path, shard in zip(paths, shards, strict=True):
-        save_file(shard, path.with_suffix(".part"), metadata=metadata)
-    for path in reversed(paths):
-        path.with_suffix(".part").replace(path)
+    older = _stored_names(folder)
+    names = ["model-0.safetensors"]
+    for index in range(1, len(shards)):
+        usual = f"model-{index}.safetensors"
+        names.append(usual if usual not in older else f"model-{index}-b.safetensors")
+    metadata = {"about": json.dumps(dict(about)), "shards": str(len(shards)), "files": json.dumps(names)}
+    for name, shard in reversed(list(zip(names, shards, strict=True))):
+        write_safetensors(folder / name, shard, metadata)
     for path in folder.glob("model-*.safetensors"):
-        if path not in paths:
+        if path.name not in names:
             path.unlink()
-    return paths
+    return [folder / name for name in names]
+
+
+def _stored_names(folder: Path) -> list[str]:
+    """The files of the weights in a folder, or [] if it holds none that can be read."""
+    try:
+        return [path.name for path in weight_files(folder)]
+    except CheckpointError:
+        return []
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of the weights that `save_weights` wrote into a folder."""
+    first = folder / "model-0.safetensors"
+    if not first.exists():
+        raise CheckpointError(
+            f"{folder} holds no weights (there is no model-0.safetensors); pass the folder that training wrote."
+        )
+    metadata = read_safetensors_header(first)[1]
+    try:
+        count = int(metadata["shards"])
+        names = [f"model-{index}.safetensors" for index in range(count)] if 0 < count <= MAX_SHARDS else []
+        names = parse_json(metadata["files"]) if "files" in metadata else names
+        if len(names) != count or names[0] != first.name:
+            raise ValueError(f"{len(names)} names of {count} files")
+    except (KeyError, ValueError, TypeError, LookupError) as error:
+        raise CheckpointError(f"{first} does not say which files belong to it ({error}); write it again.") from None
+    return [path_inside(folder, name, str(first)) for name in names]
 
 
 def _to_stored(state: Mapping[str, Tensor], precision: Literal["bf16", "int8"]) -> dict[str, Tensor]:
@@ -85,27 +129,98 @@ def _shard(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def load_weights(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the weights of a folder in float32, and their `about` dictionary."""
+    """Read the weights of a folder in float32, and their `about` dictionary; all values are finite."""
     folder = Path(folder)
-    first = folder / "model-0.safetensors"
-    if not first.exists():
-        raise CheckpointError(
-            f"{folder} holds no weights (there is no model-0.safetensors); pass the folder that training wrote."
-        )
     state: dict[str, Tensor] = {}
+    paths = weight_files(folder)
+    for path in paths:
+        if not path.exists():
+            raise CheckpointError(f"the weights in {folder} are incomplete: {path.name} is missing; write them again.")
+        with open_safetensors(path) as file:
+            state.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     try:
-        with safe_open(first, framework="pt") as file:
-            metadata = file.metadata() or {}
-        about, count = json.loads(metadata["about"]), int(metadata["shards"])
-        for index in range(count):
-            with safe_open(folder / f"model-{index}.safetensors", framework="pt") as file:
-                state.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        about = parse_json(read_safetensors_header(paths[0])[1]["about"])
+        if not isinstance(about, dict):
+            raise ValueError("its description is no JSON object")
+        scales = {name: state.pop(name) for name in list(state) if name.endswith(SCALE)}
+        weights = {
+            name: dequantize_rows(value, scales[name + SCALE]) if name + SCALE in scales else value.float()
+            for name, value in state.items()
+        }
+    except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"the weights in {folder} are damaged or incomplete ({error}); download or write them again."
         ) from error
-    scales = {name: state.pop(name) for name in list(state) if name.endswith(SCALE)}
-    return {
-        name: dequantize_rows(value, scales[name + SCALE]) if name + SCALE in scales else value.float()
-        for name, value in state.items()
-    }, about
+    check_finite(weights, str(folder))
+    return weights, about
+
+
+def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Raise for weights that are NaN or infinite, by name: a sum is finite only if all of its terms are."""
+    for name, value in tensors.items():
+        if value.is_floating_point() and not math.isfinite(float(value.sum(dtype=torch.float32))):
+            if bool(value.isfinite().all()):  # only the sum is too large
+                continue
+            raise CheckpointError(f"{name} of {source} holds values that are not finite; download or train it again.")
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file for reading its tensors; all that can be wrong with it is one sentence."""
+    read_safetensors_header(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+class TensorInfo(NamedTuple):
+    """Type and shape of a tensor in a safetensors file."""
+
+    dtype: str  # as in the file, for example "BF16"
+    shape: tuple[int, ...]
+
+
+_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16}
+_BITS |= {"BF16": 16, "U32": 32, "I32": 32, "F32": 32, "C64": 64, "U64": 64, "I64": 64, "F64": 64, "F4": 4}
+
+
+def read_safetensors_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Tensors and metadata of a safetensors file, whose offsets, shapes and types are consistent with its size."""
+    what = "a safetensors file"
+    size = check_regular(path, what, CheckpointError)
+    try:
+        if size < 8:
+            raise ValueError(f"it has {size} bytes")
+        with open_regular(path, what, CheckpointError) as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"its header would have {length} bytes")
+            header = parse_json(file.read(length).decode())
+        metadata = header.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata are not text")
+        tensors = {name: _tensor_info(name, entry, size - 8 - length) for name, entry in header.items()}
+        stored = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())
+        if stored != size - 8 - length:
+            raise ValueError(f"its tensors have {stored} bytes and the file has {size - 8 - length}")
+    except (ValueError, KeyError, TypeError, AttributeError) as reason:
+        detail = f"no {reason}" if isinstance(reason, KeyError) else str(reason)
+        raise _damaged(path, detail) from None
+    return tensors, metadata
+
+
+def _damaged(path: Path, reason: object) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read ({reason}); it is damaged or incomplete: download it again.")
+
+
+def _tensor_info(name: str, entry: Any, size: int) -> TensorInfo:
+    """One entry of a header; `size` is that of all tensors in bytes."""
+    begin, end = entry["data_offsets"]
+    shape, bits = tuple(entry["shape"]), _BITS.get(entry["dtype"])
+    if not all(type(value) is int and value >= 0 for value in (begin, end, *shape)) or not begin <= end <= size:
+        raise ValueError(f"the tensor {name!r} has the shape {shape} and the offsets {begin} and {end}")
+    if bits is not None and math.prod(shape) * bits != 8 * (end - begin):
+        raise ValueError(f"the tensor {name!r} of {end - begin} bytes has the shape {shape}")
+    return TensorInfo(entry["dtype"], shape)

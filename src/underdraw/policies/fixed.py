@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from underdraw.errors import ConfigError, unknown
 from underdraw.history import History
+from underdraw.io import read_json
 from underdraw.plan import TreePlan
 
 # Published trees by the number of children of each node; "012:3": the node at ranks 0, 1, 2 below the root has 3.
@@ -69,13 +69,8 @@ def load_shape(name: str) -> tuple[int, ...]:
     path = Path(name)
     if not path.suffix:
         raise unknown("static tree", name, TABLES)
-    try:
-        parents = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(
-            f"tree shape {name!r} cannot be read ({error}); give a JSON list of parents, -1 for the root."
-        ) from None
-    if not isinstance(parents, list) or not all(isinstance(p, int) for p in parents):
+    parents = read_json(path, "a tree shape, a JSON list of parents, -1 for the root")
+    if not isinstance(parents, list) or not all(type(p) is int for p in parents):
         raise ConfigError(
             f"tree shape {name!r} must be a JSON list of whole numbers: the parent of every node, -1 for the root."
         )

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -20,8 +19,9 @@ from underdraw.layout import Layout
 from underdraw.models.family import LoadedModel
 from underdraw.nn.target import DecoderTarget, apply_guidance
 from underdraw.nn.transformer import Transformer
+from underdraw.nn.weights import open_safetensors, write_safetensors
 from underdraw.protocols import Prompt
-from underdraw.training.samples import Samples, encode_prompts, write_tensors
+from underdraw.training.samples import Samples, encode_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def cache_features(samples: Samples, model: LoadedModel, extractor: FeatureExtra
         part = slice(start, start + size)
         prompts = encode_prompts(model, samples.texts[part])
         features = extractor.features(prompts, samples.tokens[part].to(model.placement.device))
-        write_tensors(path, {name: getattr(features, name) for name in TargetFeatures.__slots__})
+        write_safetensors(path, {name: getattr(features, name) for name in TargetFeatures.__slots__})
 
 
 def read_features(folder: Path, shard: int, device: torch.device) -> TargetFeatures | None:
@@ -185,7 +185,8 @@ def read_features(folder: Path, shard: int, device: torch.device) -> TargetFeatu
     path = _features_path(folder, shard)
     if not path.exists():
         return None
-    return TargetFeatures(**{name: value.to(device) for name, value in load_file(path).items()})
+    with open_safetensors(path) as file:
+        return TargetFeatures(**{name: file.get_tensor(name).to(device) for name in file.keys()})  # noqa: SIM118
 
 
 def _features_path(folder: Path, shard: int) -> Path:

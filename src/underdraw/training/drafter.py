@@ -22,6 +22,7 @@ from underdraw.calibration import Calibration
 from underdraw.drafters.block import BlockDrafter, BlockNet
 from underdraw.drafters.eagle import Eagle, EagleNet
 from underdraw.drafters.trained import SHARED_WEIGHTS, build_net, save_drafter
+from underdraw.io import atomic_write_text
 from underdraw.models.family import LoadedModel
 from underdraw.nn.row_invariant import to_input_major
 from underdraw.pipeline import Pipeline
@@ -243,5 +244,5 @@ def train_drafter(
     quality = trainer.measure_and_save(out)
     log.info("%5.0f s  %s", trainer.seconds, quality)
     if processes.is_main:
-        (out / "README.md").write_text(trainer.card(quality, command), encoding="utf-8")
+        atomic_write_text(out / "README.md", trainer.card(quality, command))
     return quality

@@ -7,21 +7,20 @@ continues with the first missing shard.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
-from underdraw.io import atomic_write
+from underdraw.io import parse_json, path_inside, read_text, split_lines
 from underdraw.layout import Layout
 from underdraw.models.family import ImageSize, LoadedModel
+from underdraw.nn.weights import open_safetensors, read_safetensors_header, write_safetensors
 from underdraw.pipeline import Pipeline
 from underdraw.protocols import Prompt
 
@@ -49,10 +48,13 @@ class Samples:
         tokens = []
         try:
             for path in paths:
-                with safe_open(path, framework="pt") as file:
-                    texts.extend(json.loads(file.metadata()["texts"]))
+                part = _read_texts(path)
+                with open_safetensors(path) as file:
                     tokens.append(file.get_tensor("tokens").long())
-        except (SafetensorError, KeyError, ValueError) as error:
+                if tokens[-1].ndim != 2 or tokens[-1].shape[1] != tokens[0].shape[1] or len(tokens[-1]) != len(part):
+                    raise ValueError(f"{len(part)} texts and tokens of the shape {tuple(tokens[-1].shape)}")
+                texts.extend(part)
+        except (CheckpointError, KeyError, ValueError) as error:
             raise CheckpointError(
                 f"the samples in {path} are damaged ({error}); delete the file and run `underdraw train samples` again."
             ) from error
@@ -117,11 +119,18 @@ def _missing_shards(folder: Path, texts: Sequence[str], batch: int) -> Iterator[
         if not path.exists():
             yield shard, start, path
             continue
-        with safe_open(path, framework="pt") as file:
-            if json.loads(file.metadata()["texts"]) != list(texts[start : start + batch]):
-                raise ConfigError(
-                    f"{path} holds samples of other texts; give a new --out folder, or the same texts and --batch."
-                )
+        if _read_texts(path) != list(texts[start : start + batch]):
+            raise ConfigError(
+                f"{path} holds samples of other texts; give a new --out folder, or the same texts and --batch."
+            )
+
+
+def _read_texts(path: Path) -> list[str]:
+    """The texts of a shard."""
+    texts = parse_json(read_safetensors_header(path)[1].get("texts", "null"))
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise CheckpointError(f"{path} holds no samples; delete the file and run `underdraw train samples` again.")
+    return texts
 
 
 def _read_pixels(path: Path, size: ImageSize) -> Tensor:
@@ -171,21 +180,16 @@ def read_manifest(folder: Path) -> list[tuple[str, Path]]:
     if not path.exists():
         raise ConfigError(f"{folder} has no manifest.jsonl; it needs one, with a prompt and a file per line.")
     pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(split_lines(read_text(path, "a manifest")), start=1):
         try:
-            row = json.loads(line)
-            pairs.append((str(row["prompt"]), folder / str(row["file"])))
+            row = parse_json(line)
+            pairs.append(
+                (str(row["prompt"]), path_inside(folder, row["file"], f"line {number} of {path}", ConfigError))
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"line {number} of {path} has no prompt and file ({error}).") from None
     return pairs
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        file.write(save({name: value.cpu().contiguous() for name, value in tensors.items()}, metadata))
-
-
 def _write(path: Path, tokens: Tensor, texts: Sequence[str]) -> None:
-    write_tensors(path, {"tokens": tokens.to(torch.int32)}, {"texts": json.dumps(list(texts))})
+    write_safetensors(path, {"tokens": tokens.to(torch.int32)}, {"texts": json.dumps(list(texts))})

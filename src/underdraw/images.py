@@ -80,11 +80,16 @@ def pixels_to_images(pixels: Tensor) -> list[Image.Image]:
 
 def save_png(image: Image.Image, path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write a PNG atomically, with `metadata` as text chunks."""
-    chunks = PngInfo()
-    for key, value in (metadata or {}).items():
-        chunks.add_text(key, value)
     with atomic_write(path) as file:
-        image.save(file, format="PNG", pnginfo=chunks)
+        image.save(file, format="PNG", pnginfo=png_metadata(metadata or {}))
+
+
+def png_metadata(metadata: Mapping[str, str]) -> PngInfo:
+    """The text chunks of a PNG."""
+    chunks = PngInfo()
+    for key, value in metadata.items():
+        chunks.add_text(key, value)
+    return chunks
 
 
 def heatmap(

@@ -22,6 +22,7 @@ from underdraw.errors import ConfigError, UnderdrawError, unknown
 
 COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsing follow from this table
     "generate": "underdraw.cli.generate",
+    "serve": "underdraw.cli.serve",
     "bench": "underdraw.cli.bench",
     "bench engine": "underdraw.cli.engine",
     "plot": "underdraw.cli.plot",

@@ -31,6 +31,7 @@ EXTRAS = {  # a package that each extra of pyproject.toml installs
     "families": "transformers",
     "data": "pyarrow",
     "bench": "matplotlib",
+    "serve": "fastapi",
     "evaluate": "torchmetrics",
     "test": "pytest",
     "lint": "ruff",

@@ -1,0 +1,112 @@
+"""`underdraw serve`: OpenAI's images API and a page that shows a picture while it is drawn."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from underdraw.cli import options
+
+EXAMPLES = """
+Examples:
+
+underdraw serve
+
+underdraw serve --model leloy/Anole-7b-v0.1-hf --device cuda --slots 16 --port 9000
+
+UNDERDRAW_API_KEY=something-long underdraw serve --host 0.0.0.0 --queue 200 --timeout 120
+"""
+ACCESS, LIMITS = "Access", "Limits"
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+Host = Annotated[
+    str,
+    typer.Option(
+        "--host",
+        metavar="ADDRESS",
+        rich_help_panel=ACCESS,
+        help="Address to listen on; 0.0.0.0 lets other machines in, so set an API key with it.",
+    ),
+]
+Port = Annotated[
+    int, typer.Option("--port", metavar="NUMBER", rich_help_panel=ACCESS, help="Port to listen on; 0 takes a free one.")
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        envvar="UNDERDRAW_API_KEY",
+        rich_help_panel=ACCESS,
+        help="Clients must send this as a bearer token. The environment variable keeps it out of process lists.",
+    ),
+]
+Page = Annotated[
+    bool, typer.Option("--page/--no-page", rich_help_panel=ACCESS, help="Serve the page at /, or the API alone.")
+]
+Slots = Annotated[
+    int, typer.Option("--slots", metavar="COUNT", rich_help_panel=LIMITS, help="Images that are drawn at once.")
+]
+Queue = Annotated[
+    int,
+    typer.Option(
+        "--queue", metavar="COUNT", rich_help_panel=LIMITS, help="Images that may wait; further requests get 429."
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS", rich_help_panel=LIMITS, help="Longest time of a request, waiting included; then it gets 504."
+    ),
+]
+LogPrompts = Annotated[
+    bool,
+    typer.Option("--log-prompts", rich_help_panel=options.OUTPUT, help="Write prompts into the log lines of requests."),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", rich_help_panel=options.OUTPUT, help="No log lines of requests, only failures.")
+]
+
+
+@app.command(epilog=EXAMPLES)
+def serve(
+    model: options.Model = "tiny",
+    drafter: options.Drafter = "auto",
+    tree: options.Tree = "auto",
+    verifier: options.Verifier = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    compile: options.Compile = "auto",
+    numerics: options.Numerics = "row-invariant",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key: ApiKey = None,
+    page: Page = True,
+    slots: Slots = 8,
+    queue: Queue = 64,
+    timeout: Timeout = 600.0,
+    log_prompts: LogPrompts = False,
+    quiet: Quiet = False,
+) -> None:
+    """Serve a model: OpenAI's images API, and a page that shows a picture while it is drawn."""
+    from underdraw.extras import require_package
+    from underdraw.serving.settings import ServerSettings
+
+    settings = ServerSettings(
+        host=host, port=port, slots=slots, queue=queue, timeout=timeout, api_key=api_key,
+        log_prompts=log_prompts, page=page,
+    )  # fmt: skip
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        require_package(package, "serve", "underdraw serve")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("underdraw").setLevel(logging.WARNING if quiet else logging.INFO)
+    pipe, _ = options.load_pipeline(model, drafter, tree, verifier, device, dtype, compile, numerics, silent=quiet)
+    from underdraw.serving.server import serve as run_server
+
+    def on_ready(address: str) -> None:
+        what = "page and API" if settings.page else "API"
+        print(f"{pipe.model.name} on {pipe.device.type}, {slots} slots: {what} at {address}", flush=True)
+
+    run_server(pipe, settings, on_ready)
+    print("stopped.", flush=True)

@@ -1,0 +1,177 @@
+"""The official `openai` client: synchronous, asynchronous and streaming; every picture is that of the pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from commands import call
+from PIL import Image
+from running_server import PROMPT, RunningServer
+
+from underdraw import Pipeline
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def pipe(served_model: Path) -> Pipeline:
+    return Pipeline.from_pretrained(served_model, tree="none")
+
+
+def picture(encoded: str | None) -> Image.Image:
+    assert encoded is not None
+    return Image.open(io.BytesIO(base64.b64decode(encoded)))
+
+
+def pixels(encoded: str | None) -> np.ndarray:
+    return np.asarray(picture(encoded).convert("RGB"))
+
+
+def test_pictures_are_those_of_the_command(client: openai.OpenAI, served_model: Path, tmp_path: Path) -> None:
+    answer = client.images.generate(prompt=PROMPT, n=2, extra_body={"seed": 5})
+    assert answer.data is not None and len(answer.data) == 2
+    assert answer.size == "12x12" and answer.output_format == "png" and answer.background == "opaque"
+    for index, item in enumerate(answer.data):
+        file = tmp_path / f"{index}.png"
+        done = call("generate", PROMPT, "--model", served_model, "--seed", 5 + index, "-o", file, "--tree", "none")
+        assert done.code == 0
+        assert np.array_equal(pixels(item.b64_json), np.asarray(Image.open(file)))
+
+
+def test_metadata_draws_the_picture_again(client: openai.OpenAI, pipe: Pipeline) -> None:
+    """A seed that the server chose is in the PNG, and no folder of the server is."""
+    answer = client.images.generate(prompt=PROMPT, extra_body={"temperature": 1.5, "guidance_scale": 3})
+    assert answer.data is not None
+    chunks = picture(answer.data[0].b64_json).text  # type: ignore[attr-defined]
+    settings = json.loads(chunks["settings"])
+    assert chunks["model"] == "served" and "/" not in chunks["settings"]
+    again = pipe(
+        chunks["prompt"],
+        seed=int(chunks["seed"]),
+        temperature=settings["temperature"],
+        guidance_scale=settings["guidance"],
+    )
+    assert settings["temperature"] == 1.5 and settings["guidance"] == 3
+    assert np.array_equal(np.asarray(again.images[0]), pixels(answer.data[0].b64_json))
+
+
+def test_usage_counts_tokens(client: openai.OpenAI) -> None:
+    usage = client.images.generate(prompt="red fox", n=3, extra_body={"seed": 0}).usage
+    assert usage is not None and usage.output_tokens == 3 * 36
+    assert usage.input_tokens == usage.input_tokens_details.text_tokens > 0
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    longer = client.images.generate(prompt="red fox red fox", n=1).usage
+    assert longer is not None and longer.input_tokens > usage.input_tokens
+
+
+def test_formats(client: openai.OpenAI) -> None:
+    for name in ("jpeg", "webp"):
+        answer = client.images.generate(prompt=PROMPT, output_format=name, output_compression=50)  # type: ignore[call-overload]
+        assert answer.output_format == name
+        assert picture(answer.data[0].b64_json).format == name.upper()
+    answer = client.images.generate(prompt=PROMPT, response_format="url")
+    assert answer.data is not None and answer.data[0].b64_json is None
+    assert (answer.data[0].url or "").startswith("data:image/png;base64,")
+
+
+def test_ignored_fields_are_accepted(client: openai.OpenAI) -> None:
+    answer = client.images.generate(
+        prompt=PROMPT, model="served", size="12x12", quality="high", style="vivid", user="somebody", moderation="low"
+    )
+    assert answer.data is not None and answer.quality == "high"
+
+
+def test_stream_has_partial_images_and_the_picture(client: openai.OpenAI, pipe: Pipeline) -> None:
+    stream = client.images.generate(prompt=PROMPT, stream=True, partial_images=3, extra_body={"seed": 7})
+    *partials, last = list(stream)
+    assert [event.type for event in partials] == ["image_generation.partial_image"] * len(partials)
+    assert [event.partial_image_index for event in partials] == list(range(len(partials)))  # type: ignore[union-attr]
+    assert 1 <= len(partials) <= 3
+    assert last.type == "image_generation.completed" and last.usage.output_tokens == 36
+    final = np.asarray(pipe(PROMPT, seed=7).images[0])
+    assert np.array_equal(pixels(last.b64_json), final)
+    for event in partials:
+        cells = event.underdraw["cells"]  # type: ignore[union-attr]
+        assert 0 < cells < 36
+        shown = pixels(event.b64_json)
+        # The cells that have no token yet are one flat colour; those that have one are not.
+        assert len(np.unique(shown[2 * (cells // 6) + 2 :].reshape(-1, 3), axis=0)) <= 1
+        assert len(np.unique(shown[: 2 * (cells // 6)].reshape(-1, 3), axis=0)) != 1
+
+
+def test_stream_of_several_images(client: openai.OpenAI, pipe: Pipeline) -> None:
+    stream = client.images.generate(prompt=PROMPT, stream=True, n=3, extra_body={"seed": 20})
+    events = {event.underdraw["image"]: event for event in stream}  # type: ignore[union-attr]
+    assert sorted(events) == [0, 1, 2]
+    for index, event in events.items():
+        assert np.array_equal(pixels(event.b64_json), np.asarray(pipe(PROMPT, seed=20 + index).images[0]))
+
+
+def test_asynchronous_clients_get_their_own_pictures(server: RunningServer, pipe: Pipeline) -> None:
+    async def draw_all() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+            trees = ("auto", "none", "chain:depth=2")
+            calls = [
+                client.images.generate(
+                    prompt=PROMPT, extra_body={"seed": 40 + index, "temperature": index / 4, "tree": trees[index % 3]}
+                )
+                for index in range(9)
+            ]
+            answers = await asyncio.gather(*calls)
+            return [answer.data[0].b64_json for answer in answers if answer.data]
+
+    for index, encoded in enumerate(asyncio.run(draw_all())):
+        expected = pipe(PROMPT, seed=40 + index, temperature=index / 4).images[0]
+        assert np.array_equal(pixels(encoded), np.asarray(expected)), index
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["served"]
+    assert client.models.retrieve("served").owned_by == "underdraw"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("dall-e-3")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"size": "1024x1024"}, "size"),
+        ({"size": "large"}, "size"),
+        ({"quality": "best"}, "quality"),
+        ({"background": "transparent"}, "background"),
+        ({"output_format": "gif"}, "output_format"),
+        ({"n": 11}, "n"),
+        ({"partial_images": 4}, "partial_images"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"guidence": 3}, "guidence"),
+        ({"tree": "oak"}, "tree"),
+        ({"tree": "static:shape=/etc/hostname"}, "tree"),
+        ({"tree": "chain:depth=1000"}, "tree"),
+        ({"prompt": " "}, "prompt"),
+        ({"prompt": "fox " * 1000}, "prompt"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_unknown_values_are_refused_with_param(client: openai.OpenAI, body: dict, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.images.generate(prompt=PROMPT, extra_body=body)
+    assert caught.value.param == param and caught.value.type == "invalid_request_error"
+    assert caught.value.request_id and "/etc" not in str(caught.value)
+
+
+def test_unknown_model_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.images.generate(prompt=PROMPT, model="dall-e-3")
+    assert caught.value.param == "model" and caught.value.code == "model_not_found"

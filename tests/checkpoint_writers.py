@@ -319,6 +319,71 @@ def write_emu3(folder: Path) -> Any:
     return model
 
 
+GLM_SPECIALS = {"<sop>": 73, "<eop>": 74, "<|image|>": 75, "<|endoftext|>": 76, "<|dit_token_64|>": 64}
+
+
+def write_glm_image(folder: Path) -> Any:
+    """zai-org/GLM-Image without the parts for pixels: 64 codes, start 64, end 65; small grids of about 256 cells."""
+    from transformers import GlmImageConfig, GlmImageForConditionalGeneration
+
+    config = GlmImageConfig(
+        text_config={
+            "vocab_size": 260, "vision_vocab_size": 72, "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 65,
+            "pad_token_id": 76, "max_position_embeddings": 2048,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2],
+            },
+        },
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "image_size": 64, "patch_size": 8},
+        vq_config={"num_embeddings": 64, "embed_dim": 16, "latent_channels": 32},
+        image_token_id=75, image_start_token_id=64, image_end_token_id=65,
+    )  # fmt: skip
+    model = GlmImageForConditionalGeneration(config).eval()
+    randomise(model, 8)
+    model.save_pretrained(folder / "vision_language_encoder", max_shard_size="100KB")
+    (folder / "processor").mkdir()
+    write_text_tokenizer(folder / "processor" / "tokenizer.json", 80, GLM_SPECIALS)
+    settings = {"bos_token": "<|dit_token_64|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
+    (folder / "processor" / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = "{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}"
+    (folder / "processor" / "chat_template.jinja").write_text(template)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "GlmImagePipeline"}))
+    return model
+
+
+def write_glm_image_pixels(folder: Path) -> Any:
+    """The parts of GLM-Image that make pixels, with random weights, into the folder of `write_glm_image`."""
+    import diffusers
+    import transformers
+
+    torch.manual_seed(9)
+    pipeline = diffusers.GlmImagePipeline(
+        tokenizer=transformers.ByT5Tokenizer(),
+        processor=None,
+        text_encoder=transformers.T5EncoderModel(
+            transformers.T5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        ).eval(),
+        vision_language_encoder=None,
+        vae=diffusers.AutoencoderKL(
+            latent_channels=4, norm_num_groups=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1,
+            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+            use_quant_conv=False, use_post_quant_conv=False, latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+        ).eval(),
+        transformer=diffusers.GlmImageTransformer2DModel(
+            in_channels=4, out_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
+            text_embed_dim=16, time_embed_dim=16, condition_dim=8, prior_vq_quantizer_codebook_size=64,
+        ).eval(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear"),
+    )  # fmt: skip
+    pipeline.save_pretrained(folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index["vision_language_encoder"] = ["transformers", "GlmImageForConditionalGeneration"]
+    index["processor"] = ["transformers", "GlmImageProcessor"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return pipeline
+
+
 # Drafters
 
 

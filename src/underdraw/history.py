@@ -63,6 +63,7 @@ class History:
 
     layout: Layout
     seed: int = 0
+    prompt: str = ""  # for image decoders that read it too
     passes: int = 0
     seconds: float = 0.0
     tokens: NDArray[np.int64] = field(init=False)  # -1 where there is none yet

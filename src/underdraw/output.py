@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from underdraw import __version__
 from underdraw.errors import ConfigError
 from underdraw.history import History
-from underdraw.protocols import ImageTokenizer
+from underdraw.protocols import ImageTokenizer, PromptedImageTokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -135,6 +135,12 @@ class PipelineOutput(Generic[ImagesT]):
         return self.images
 
 
+def check_pixels(tokenizer: ImageTokenizer, output_type: OutputType) -> None:
+    """Raise an error, before an image is drawn, if its codes could not be decoded to pixels."""
+    if output_type != "codes" and isinstance(tokenizer, PromptedImageTokenizer):
+        tokenizer.check_available()
+
+
 @torch.inference_mode()
 def decode_images(
     tokenizer: ImageTokenizer, histories: Sequence[History], device: torch.device, output_type: OutputType
@@ -149,7 +155,8 @@ def decode_images(
     if output_type == "codes":
         return codes
     # One by one: convolutions round by batch size, and an image must not depend on its batch.
-    decoded = torch.cat([tokenizer.decode(image.to(device)).float().cpu() for image in codes.split(1)])
+    images = [image.to(device) for image in codes.split(1)]
+    decoded = torch.cat([_decode(tokenizer, *pair).float().cpu() for pair in zip(images, histories, strict=True)])
     pixels = (decoded * 0.5 + 0.5).clamp(0, 1)  # (B, 3, H, W)
     if missing.any():
         blank = missing[:, None].repeat_interleave(tokenizer.downsample, 2)
@@ -173,3 +180,12 @@ def _filled_codes(history: History) -> NDArray[np.int64]:
     for row in range(1, len(codes)):
         codes[row] = np.where(missing[row], codes[row - 1], codes[row])
     return codes
+
+
+def _decode(tokenizer: ImageTokenizer, codes: torch.Tensor, history: History) -> torch.Tensor:
+    """Pixels (1, 3, H, W) in [-1, 1] of an image's codes (1, rows, cols)."""
+    if not isinstance(tokenizer, PromptedImageTokenizer):
+        return tokenizer.decode(codes)
+    if not history.done:  # too slow for an image that is not complete: grey
+        return torch.zeros(1, 3, codes.shape[1] * tokenizer.downsample, codes.shape[2] * tokenizer.downsample)
+    return tokenizer.decode_prompted(codes, history.prompt, history.seed)

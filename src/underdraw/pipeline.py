@@ -26,7 +26,7 @@ from underdraw.models.hub import HubOptions
 from underdraw.models.loading import load_model, open_model, read_saved_choices, resolve_placement
 from underdraw.models.saving import save_checkpoint, upload_folder
 from underdraw.nn.numerics import Numerics
-from underdraw.output import OutputType, PipelineOutput, Stats, decode_images
+from underdraw.output import OutputType, PipelineOutput, Stats, check_pixels, decode_images
 from underdraw.parts import PipelineParts
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Drafter, Prompt, TreePolicy, Verifier
@@ -195,7 +195,9 @@ class Pipeline(PipelineParts):
         """
         if output_type not in get_args(OutputType):
             raise ConfigError(f"unknown output_type {output_type!r}; use pil, np, pt or codes.")
-        histories = [History(self.model.make_layout(request.size)) for _ in request.prompts]
+        check_pixels(self.model.image_tokenizer, output_type)
+        layout = self.model.make_layout(request.size)
+        histories = [History(layout, prompt=prompt) for prompt in request.prompts]
         self._interrupted = False
         try:
             steps = self.stream(request, histories, token_stats, drafter)

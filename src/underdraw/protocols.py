@@ -191,3 +191,12 @@ class ImageTokenizer(Protocol):
     def encode(self, pixels: Tensor) -> Tensor: ...
 
     def decode(self, codes: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class PromptedImageTokenizer(ImageTokenizer, Protocol):
+    """An image tokenizer whose decoder is a large model of its own, which also reads the prompt."""
+
+    def check_available(self) -> None: ...  # raises an UnderdrawError if its decoder cannot run here
+
+    def decode_prompted(self, codes: Tensor, prompt: str, seed: int) -> Tensor: ...

@@ -151,5 +151,8 @@ drafters: Registry[Any] = Registry(
 )
 families: Registry[Any] = Registry(
     "family",
-    {name: f"underdraw.models.{name}:FAMILY" for name in ("anole", "emu3", "janus", "llamagen", "lumina", "tiny")},
+    {
+        name: f"underdraw.models.{name}:FAMILY"
+        for name in ("anole", "emu3", "glm_image", "janus", "llamagen", "lumina", "tiny")
+    },
 )

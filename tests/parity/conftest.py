@@ -54,6 +54,12 @@ def janus(root: Path) -> ParityCase:
 
 
 @pytest.fixture(scope="session")
+def glm_image(root: Path) -> ParityCase:
+    model = checkpoint_writers.write_glm_image(root / "glm_image")
+    return ParityCase(root / "glm_image", model, load(root / "glm_image"))
+
+
+@pytest.fixture(scope="session")
 def emu3(root: Path) -> ParityCase:
     model = checkpoint_writers.write_emu3(root / "emu3")
     return ParityCase(root / "emu3", model, load(root / "emu3"))

@@ -16,9 +16,10 @@ from underdraw.drafters.trained import SHARED_WEIGHTS, build_net
 from underdraw.models.loading import load_drafter_files
 from underdraw.pipeline import Pipeline
 
-FAMILIES = ("anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3")
+FAMILIES = ("anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3", "glm_image")
 HEADS = {"anole": ("anole", 4), "lumina": ("anole", 1), "t2i": ("llamagen", 0), "converted": ("llamagen", 0)}
 PROMPTS = {"c2i": ["goldfish", "3"]}
+SIZES = {"glm_image": {"height": 96, "width": 128}}
 
 
 def random_drafter(name: str, case: ParityCase, folder: Path) -> Any:
@@ -45,7 +46,7 @@ def test_same_seed_same_image(request: pytest.FixtureRequest, tmp_path: Path, na
 
     def codes(**parts: Any) -> torch.Tensor:
         pipe = Pipeline(case.model, **parts)
-        out = pipe(prompts, seed=[3, 9], temperature=temperature, output_type="codes")
+        out = pipe(prompts, seed=[3, 9], temperature=temperature, output_type="codes", **SIZES.get(name, {}))
         assert out.complete
         return out.images
 
@@ -54,6 +55,7 @@ def test_same_seed_same_image(request: pytest.FixtureRequest, tmp_path: Path, na
     assert torch.equal(codes(drafter=head, tree="confidence:nodes=12,depth=4,top_k=3"), plain)
     assert torch.equal(codes(drafter=head, tree="adjacency:nodes=16"), plain)
     assert torch.equal(codes(drafter="jacobi", tree="chain:depth=5"), plain)
+    assert torch.equal(codes(drafter="jacobi-tree", tree="trunk:nodes=24"), plain)
     assert plain[0].unique().numel() > 2  # an image of one code would prove little
 
 
@@ -70,4 +72,4 @@ def test_janus_head_is_row_invariant(janus: ParityCase) -> None:
 def test_every_family_has_a_parity_case() -> None:
     from underdraw.registry import families
 
-    assert {*families.names()} - {"tiny"} == {"anole", "lumina", "llamagen", "janus", "emu3"}
+    assert {*families.names()} - {"tiny"} == {"anole", "lumina", "llamagen", "janus", "emu3", "glm_image"}

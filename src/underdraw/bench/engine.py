@@ -149,6 +149,7 @@ class EngineBench:
             range(config.batch),
             temperature=config.temperature,
             top_k=shape.top_k,
+            top_p=shape.top_p,
             device=self.device,
         )
         prompts = shape.prompts(config.batch, 0 if max_passes is None else CONTEXT)
@@ -371,6 +372,7 @@ def _start_record(bench: EngineBench, bandwidth: float) -> dict[str, Any]:
         "guidance": shape.guidance,
         "temperature": config.temperature,
         "top_k": shape.top_k,
+        "top_p": shape.top_p,
         "dtype": str(config.placement.dtype).removeprefix("torch."),
         "compiled": config.compile,
         "numerics": resolve_numerics(config.numerics, bench.device),

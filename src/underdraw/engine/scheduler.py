@@ -98,7 +98,7 @@ class Scheduler:
             model.check_prompt(text)
         layout, name = model.make_layout(request.size), request_id or uuid.uuid4().hex
         images = [
-            ScheduledImage(name, index, request.select([index]), History(layout, seed))
+            ScheduledImage(name, index, request.select([index]), History(layout, seed, request.prompts[index]))
             for index, seed in enumerate(request.seeds)
         ]
         with self._lock:

@@ -77,6 +77,22 @@ class ImageSize:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeRange:
+    """Any height and width that are multiples of a number of pixels, up to a largest side."""
+
+    multiple: int
+    largest: int
+
+    def __contains__(self, size: ImageSize) -> bool:
+        return all(
+            side % self.multiple == 0 and self.multiple <= side <= self.largest for side in (size.height, size.width)
+        )
+
+    def __str__(self) -> str:
+        return f"multiples of {self.multiple} up to {self.largest}"
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """Device and dtype of the weights."""
 
@@ -93,6 +109,7 @@ class ModelSpec:
     sizes: tuple[ImageSize, ...]  # the first is the default
     make_layout: Callable[[ImageSize], Layout]
     requires_size: bool = False  # the checkpoint does not tell its default size, and guessing would be wrong
+    size_range: SizeRange | None = None  # further sizes; `sizes` are then the usual ones
 
     def build(
         self,
@@ -112,6 +129,7 @@ class ModelSpec:
             sizes=self.sizes,
             make_layout=self.make_layout,
             make_prompt=make_prompt,
+            size_range=self.size_range,
             drafter_folders=checkpoint.drafter_folders(),
             path=checkpoint.path,
             hub=checkpoint.hub,
@@ -140,6 +158,7 @@ class LoadedModel:
     sizes: tuple[ImageSize, ...]  # the first is the default
     make_layout: Callable[[ImageSize], Layout]
     make_prompt: MakePrompt
+    size_range: SizeRange | None = None  # further sizes; `sizes` are then the usual ones
     check_prompt: Callable[[str], None] = _accept_any_prompt  # raises ConfigError, without running a text encoder
     drafter_folders: Sequence[Path] = ()  # drafters shipped with the checkpoint, the preferred one first
     path: Path | None = None  # file or folder it was loaded from
@@ -179,13 +198,14 @@ class LoadedModel:
             )
         if height is None and width is None:
             return default
+        requested = ImageSize(default.height if height is None else height, default.width if width is None else width)
         candidates = [size for size in self.sizes if height in (None, size.height) and width in (None, size.width)]
+        if self.size_range is not None and requested in self.size_range:
+            candidates.append(requested)
         if not candidates:
-            requested = ImageSize(
-                default.height if height is None else height, default.width if width is None else width
-            )
+            others = "" if self.size_range is None else f", or any {self.size_range}"
             raise ConfigError(
-                f"{self.name} cannot generate {requested} (height x width) pixels; use {self._list_sizes()}."
+                f"{self.name} cannot generate {requested} (height x width) pixels; use {self._list_sizes()}{others}."
             )
         return candidates[0]
 

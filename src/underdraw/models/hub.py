@@ -23,7 +23,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # Formats of weights, the preferred one first: a folder that has several of them holds the same weights twice.
 _FORMATS = ((".safetensors",), (".bin",), (".pt", ".pth", ".ckpt"))
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # all weights in one file; shards have an index
-_SMALL_SUFFIXES = (".json", ".txt", ".yaml", ".model", ".tiktoken")
+_SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".yaml", ".model", ".tiktoken")
 _DRAFTER_FOLDERS = "drafter*"
 _GIGABYTE = 1e9
 

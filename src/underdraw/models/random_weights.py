@@ -9,7 +9,7 @@ import torch
 
 from underdraw.errors import unknown
 from underdraw.layout import Layout
-from underdraw.models import anole, chameleon, emu3, janus, llamagen, lumina
+from underdraw.models import anole, chameleon, emu3, glm_image, janus, llamagen, lumina
 from underdraw.models.family import ImageSize, Placement
 from underdraw.models.transformers_layout import decoder_arch
 from underdraw.models.weight_map import allocate
@@ -27,6 +27,7 @@ class ModelShape:
     layout: Layout
     guidance: float
     top_k: int = 0
+    top_p: float = 1.0
     prompt_length: int = 32
 
     def prompts(self, count: int, more: int = 0) -> list[Prompt]:
@@ -65,6 +66,12 @@ def _emu3_8b() -> ModelShape:
     return ModelShape(arch, emu3.make_layout(ImageSize(720, 720), 8, tokens), guidance=3.0, top_k=2048)
 
 
+def _glm_image_9b() -> ModelShape:
+    arch = glm_image.glm_arch({}, glm_image.CODES, "glm-image")
+    layout = glm_image.make_layout(ImageSize(1024, 1024))
+    return ModelShape(arch, layout, guidance=glm_image.SAMPLING.guidance, top_p=glm_image.SAMPLING.top_p)
+
+
 def _llamagen_xl() -> ModelShape:
     rope = Rope((0, 16, 16), pairing="interleaved", rotate_prompt=False)
     arch = Arch(1280, 36, 20, 3584, 16384, rope, outputs=range(16384))
@@ -84,6 +91,7 @@ SHAPES: dict[str, Callable[[], ModelShape]] = {
     "llamagen-xl": _llamagen_xl,
     "janus-7b": _janus_7b,
     "emu3-8b": _emu3_8b,
+    "glm-image-9b": _glm_image_9b,
     "toy": _toy,
 }
 

@@ -53,10 +53,10 @@ def decoder_arch(config: Mapping[str, Any] | None, defaults: Mapping[str, Any], 
         raise CheckpointError(f"the configuration of {name} is incomplete or damaged ({error!r}).") from error
 
 
-def load_text_tokenizer(path: Path) -> Encode:
-    """A function from text to token ids; special tokens are parsed from the text, none are added."""
+def load_text_tokenizer(path: Path, *, add_special_tokens: bool = False) -> Encode:
+    """A function from text to token ids; special tokens are parsed from the text, and by default none are added."""
     tokenizer = _read_tokenizer(path)
-    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
 
 def special_token_id(path: Path, token: str) -> int:

@@ -54,6 +54,9 @@ HF_QK_NORM = tuple(
     for which in "qk"
     for part in ("weight", "bias")
 )
+HF_QKV_BIAS = tuple(
+    WeightRule(f"layers.{{i}}.self_attn.{part}_proj.bias", "blocks.{i}.qkv_bias", rows=part) for part in "qkv"
+)
 HF_HEAD = WeightRule("lm_head.weight", "head.weight", tensor_rows="outputs")
 """The head, cut to the image codes, since text logits are never needed."""
 

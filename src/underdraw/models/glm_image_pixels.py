@@ -1,0 +1,88 @@
+"""Pixels of GLM-Image: its diffusion transformer, run by diffusers on the codes of the large grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from underdraw.errors import CheckpointError, UnsupportedError
+from underdraw.extras import require_package
+from underdraw.models.checkpoint import Checkpoint
+from underdraw.models.family import Placement
+
+_CODEBOOK = "model.vqmodel.quantize.embedding.weight"
+
+
+class DiffusionDecoder:
+    """Decodes codes by `GlmImagePipeline`, which is loaded at the first image; it needs the prompt for text in images.
+
+    `folder` is that of the whole diffusers pipeline, None if only the autoregressive part is there.
+    """
+
+    downsample = 32
+
+    def __init__(self, folder: Path | None, decoder: Checkpoint, placement: Placement) -> None:
+        self.folder, self.decoder, self.placement = folder, decoder, placement
+        self._pipeline: Any = None
+
+    @property
+    def codebook(self) -> Tensor:
+        """The vectors of the codes at length 1, as they are compared: (K, D)."""
+        for _, tensor in self.decoder.tensors({_CODEBOOK}):
+            return F.normalize(tensor.float(), dim=-1).to(self.placement.device)
+        raise CheckpointError(f"{self.decoder.name} has no {_CODEBOOK}; it is incomplete.")
+
+    def check_available(self) -> None:
+        """Raise an error, before anything is drawn, if the parts that make pixels are missing."""
+        if self.folder is None:
+            raise UnsupportedError(
+                f"{self.decoder.name} holds the autoregressive part only; give the folder of the whole pipeline, "
+                "or ask for output_type='codes'."
+            )
+        diffusers = require_package("diffusers", "glm-image", "GLM-Image's pixels (output_type='codes' does without)")
+        if not hasattr(diffusers, "GlmImagePipeline"):
+            raise UnsupportedError(
+                f"diffusers {diffusers.__version__} has no GlmImagePipeline; install a newer one, or ask for "
+                "output_type='codes'."
+            )
+
+    def decode_prompted(self, codes: Tensor, prompt: str, seed: int) -> Tensor:
+        """Pixels (1, 3, H, W) in [-1, 1] of codes (1, rows, cols); `seed` is that of the diffusion's noise."""
+        self.check_available()
+        rows, cols = codes.shape[1:]
+        generator = torch.Generator("cpu").manual_seed(seed)
+        image = self._load()(
+            prompt=prompt,
+            height=rows * self.downsample,
+            width=cols * self.downsample,
+            prior_token_ids=prior_token_ids(codes),
+            generator=generator,
+            output_type="pt",
+        ).images
+        return image.float() * 2 - 1
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """`decode_prompted` without the prompt, image by image."""
+        return torch.cat([self.decode_prompted(image, "", 0) for image in codes.split(1)])
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        raise UnsupportedError("GLM-Image's image encoder is not supported; draw images from texts.")
+
+    def _load(self) -> Any:
+        if self._pipeline is None:
+            diffusers = require_package("diffusers", "glm-image")
+            pipeline = diffusers.GlmImagePipeline.from_pretrained(
+                self.folder, vision_language_encoder=None, processor=None, dtype=self.placement.dtype
+            )
+            pipeline.set_progress_bar_config(disable=True)
+            self._pipeline = pipeline.to(self.placement.device)
+        return self._pipeline
+
+
+def prior_token_ids(codes: Tensor) -> Tensor:
+    """What `GlmImagePipeline` takes as `prior_token_ids`: each code twice along both sides, (B, 4 * rows * cols)."""
+    return codes.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)

@@ -141,7 +141,7 @@ def check_pixels(tokenizer: ImageTokenizer, output_type: OutputType) -> None:
         tokenizer.check_available()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode_images(
     tokenizer: ImageTokenizer, histories: Sequence[History], device: torch.device, output_type: OutputType
 ) -> Any:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import author_layouts
 import checkpoint_writers
 import parity_cases
 import pytest
@@ -15,9 +16,10 @@ from parity_cases import ParityCase
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from underdraw.errors import CheckpointError
-from underdraw.models.emu3 import NEGATIVE_PROMPT, list_sizes, special_tokens
+from underdraw.errors import CheckpointError, UnsupportedError
+from underdraw.models.emu3 import NEGATIVE_PROMPT, TEXT_PATTERN, list_sizes, special_tokens
 from underdraw.models.family import ImageSize
+from underdraw.models.transformers_layout import load_text_tokenizer
 from underdraw.pipeline import Pipeline
 
 PROMPT_TEXT = "a red fox"
@@ -145,3 +147,47 @@ def test_published_special_token_ids() -> None:
     assert (tokens.image_start, tokens.image_end, tokens.image) == (151852, 151853, 151851)
     assert tokens.frame_end == 151847
     assert checkpoint_writers.EMU3_SPECIALS.keys() >= {"<|extra_200|>", "<|image token|>"}
+
+
+def test_baai_layout_matches_transformers(tmp_path: Path) -> None:
+    """BAAI/Emu3-Gen, with its image tokenizer in a repository of its own and a text tokenizer in tiktoken's format."""
+    reference = author_layouts.write_baai_emu3(tmp_path / "Emu3-Gen", tmp_path / "Emu3-VisionTokenizer")
+    model, ids = parity_cases.load(tmp_path / "Emu3-Gen"), author_layouts.baai_emu3_config()
+    size = model.sizes[0]
+    layout, prompt = model.make_layout(size), model.make_prompt("a fox", "", size)
+    assert layout.codes == range(ids["vocab_size"] - 64, ids["vocab_size"]) and layout.row_end == ids["eol_token_id"]
+    header = (ids["boi_token_id"], *b"4*4", ids["img_token_id"])
+    assert prompt.condition == (ids["bos_token_id"], *b"a fox", *header)
+    tokens = torch.randint(layout.codes.start, layout.codes.stop, (4,), generator=torch.Generator().manual_seed(3))
+    ours = parity_cases.chain_logits(model, prompt, layout, tokens)
+    with torch.no_grad():
+        row = torch.tensor([[*prompt.condition, *tokens.tolist()]])
+        theirs = reference(input_ids=row).logits[0, len(prompt.condition) - 1 :, layout.codes.start :]
+        codes = torch.arange(16).view(1, 4, 4)
+        pixels = reference.model.vqmodel.decode(codes).view(-1, 3, 32, 32)[:1].clamp(-1, 1)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        model.image_tokenizer.decode(codes), pixels, atol=1e-4, rtol=0
+    )
+
+
+def test_attention_heads_of_the_image_tokenizer_are_not_ignored(emu3: ParityCase, tmp_path: Path) -> None:
+    shutil.copytree(emu3.path, tmp_path / "emu3")
+    config = json.loads((tmp_path / "emu3" / "config.json").read_text())
+    config["vq_config"]["num_attention_heads"] = 2
+    (tmp_path / "emu3" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"2 attention heads.*only 1 head"):
+        parity_cases.load(tmp_path / "emu3")
+
+
+def test_text_is_split_as_by_the_authors(tmp_path: Path) -> None:
+    """The tokenizer.json of the conversion splits digits in threes; the authors split them singly."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {**alphabet, "12": len(alphabet), "123": len(alphabet) + 1}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("1", "2"), ("12", "3")]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_text_tokenizer(tmp_path / "tokenizer.json")("123") == [vocabulary["123"]]
+    assert load_text_tokenizer(tmp_path / "tokenizer.json", TEXT_PATTERN)("123") == [alphabet[d] for d in "123"]

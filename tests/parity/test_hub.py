@@ -141,3 +141,14 @@ def test_largest_lumina_image_fits_its_positions(tmp_path: Path) -> None:
 def test_missing_repository_is_one_sentence(fake_hub: FakeHub) -> None:
     with pytest.raises(CheckpointError, match="nobody/nothing could not be downloaded"):
         open_model("nobody/nothing")
+
+
+def test_codes_and_pixels_can_be_used_in_autograd(tmp_path: Path) -> None:
+    """They are ordinary tensors; those of torch's inference mode raise errors in a backward pass."""
+    checkpoint_writers.write_lumina(tmp_path / "lumina")
+    pipe = Pipeline.from_pretrained(tmp_path / "lumina", tree="none")
+    request = pipe.request("a fox", seed=0)
+    weight = torch.ones(8192, 2, requires_grad=True)
+    codes, pixels = (pipe.generate(request, output_type=kind).images for kind in ("codes", "pt"))
+    (weight[codes].sum() * pixels.mean()).backward()
+    assert weight.grad is not None and int(weight.grad[:, 0].sum() / pixels.mean() + 0.5) == codes.numel()

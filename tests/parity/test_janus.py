@@ -6,13 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
+import author_layouts
 import parity_cases
 import pytest
 import torch
 from parity_cases import ParityCase
 from torch import Tensor
 
-from underdraw.errors import CheckpointError
+from underdraw.errors import CheckpointError, UnsupportedError
 from underdraw.pipeline import Pipeline
 
 PROMPT_TEXT = "a red fox"
@@ -99,3 +100,27 @@ def test_missing_shard_is_named(tmp_path: Path, janus: ParityCase) -> None:
     (folder / lost).unlink()
     with pytest.raises(CheckpointError, match=f"has no {lost}"):
         parity_cases.load(folder)
+
+
+def test_deepseek_layout_loads_the_same_model(janus: ParityCase, tmp_path: Path) -> None:
+    """deepseek-ai/Janus-Pro-*, as published by its authors."""
+    author_layouts.write_deepseek_janus(tmp_path / "janus", janus.reference)
+    model = parity_cases.load(tmp_path / "janus")
+    size = model.sizes[0]
+    assert size == janus.model.sizes[0]
+    assert model.make_prompt(PROMPT_TEXT, None, size) == janus.model.make_prompt(PROMPT_TEXT, None, size)
+    layout, codes = model.make_layout(size), random_codes(11)
+    prompt, tokens = model.make_prompt(PROMPT_TEXT, None, size), codes + layout.codes.start
+    ours, expected = (parity_cases.chain_logits(m, prompt, layout, tokens, 5.0) for m in (model, janus.model))
+    assert torch.equal(ours, expected)
+    grid = random_codes(16).view(1, 4, 4)
+    assert torch.equal(model.image_tokenizer.decode(grid), janus.model.image_tokenizer.decode(grid))
+
+
+def test_other_activation_is_refused(janus: ParityCase, tmp_path: Path) -> None:
+    shutil.copytree(janus.path, tmp_path / "janus")
+    config = json.loads((tmp_path / "janus" / "config.json").read_text())
+    config["vq_config"]["hidden_act"] = "relu"
+    (tmp_path / "janus" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"vq_config\.hidden_act 'relu'; only gelu"):
+        parity_cases.load(tmp_path / "janus")

@@ -1,17 +1,19 @@
-"""Emu3-Gen in the layout of transformers: one vocabulary for text and image, a size header, rows with end tokens.
+"""Emu3-Gen: one vocabulary for text and image, a size header, rows with end tokens.
 
+It is published in two layouts: that of transformers, and BAAI's, with the image tokenizer in a repository of its own.
 The negative prompt is a separate sequence, with its own length and positions.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from underdraw.errors import CheckpointError
+from underdraw.errors import CheckpointError, UnsupportedError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import (
@@ -23,10 +25,18 @@ from underdraw.models.family import (
     PublishedCheckpoint,
     SamplingDefaults,
 )
-from underdraw.models.transformers_layout import ROPE_BUFFERS, decoder_arch, load_text_tokenizer, with_defaults
+from underdraw.models.tiktoken_text import load_tiktoken
+from underdraw.models.transformers_layout import (
+    ROPE_BUFFERS,
+    Encode,
+    decoder_arch,
+    load_text_tokenizer,
+    with_defaults,
+)
 from underdraw.models.weight_map import (
     HF_DECODER,
     HF_HEAD,
+    WeightDestination,
     allocate,
     copy_weights,
     decoder_destinations,
@@ -58,6 +68,30 @@ IMAGE_DEFAULTS: Mapping[str, Any] = {
     "num_res_blocks": 2,
     "attn_resolutions": (3,),
 }
+# How the authors split text before BPE; the tokenizer.json of the conversion to transformers has another pattern.
+TEXT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The special tokens of BAAI's tokenizer, in front of those for images.
+TEXT_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{index}|>" for index in range(205)))
+IMAGE_TOKENIZER = "BAAI/Emu3-VisionTokenizer"  # where BAAI publishes it
+# From BAAI's names of the image tokenizer's configuration to those of transformers.
+IMAGE_CONFIG_NAMES = {
+    "ch": "base_channels",
+    "ch_mult": "channel_multiplier",
+    "z_channels": "latent_channels",
+    "double_z": "double_latent",
+}
+# From our tensor names to BAAI's.
+IMAGE_TENSOR_NAMES = (
+    (r"\.down_block\.", "."),
+    (r"\.up_block\.", "."),
+    (r"\.middle_block\.attn_norm\.", ".mid.attn_1.norm."),
+    (r"\.middle_block\.", ".mid."),
+    (r"\.attn_norms\.(\d+)\.", r".attn.\1.norm."),
+    (r"\.([qkv])_proj\.", r".\1."),
+    (r"\.out_proj\.", ".proj_out."),
+)
 ASPECT_RATIOS = ((1, 1), (4, 3), (3, 4), (16, 9), (9, 16), (3, 2), (2, 3))  # width to height
 IMAGE_AREA = 720 * 720  # pixels, for every aspect ratio
 NEGATIVE_PROMPT = (
@@ -79,6 +113,26 @@ TENSOR_PREFIXES = (
     TensorPrefixes("model.text_model.", "", "model.vqmodel."),
     TensorPrefixes("text_model.model.", "text_model.", "vqmodel."),  # transformers 4.48 to 4.51
 )
+COUNTERS = r".*\.num_batches_tracked$"  # of BatchNorm
+BAAI_TOKEN_NAMES = {
+    "start": "bos",
+    "end": "eos",
+    "image_start": "boi",
+    "image_end": "eoi",
+    "image": "img",
+    "row_end": "eol",
+    "frame_end": "eof",
+}
+BAAI_TOKENS: Mapping[str, int] = {
+    "bos_token_id": 151849,
+    "eos_token_id": 151850,
+    "boi_token_id": 151852,
+    "eoi_token_id": 151853,
+    "img_token_id": 151851,
+    "eol_token_id": 151846,
+    "eof_token_id": 151847,
+}
+BAAI_PREFIXES = TensorPrefixes("model.", "", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +151,8 @@ class SpecialTokens:
 
 def special_tokens(config: Mapping[str, Any], code_count: int) -> SpecialTokens:
     """Read the ids from the configuration's vocabulary map; where it has none, use those of the published model."""
+    if is_baai(config):
+        return _baai_special_tokens(config)
     vocabulary = config.get("vocabulary_map") or {}
 
     def token_id(name: str, published: int) -> int:
@@ -119,12 +175,34 @@ def special_tokens(config: Mapping[str, Any], code_count: int) -> SpecialTokens:
     )
 
 
+def _baai_special_tokens(config: Mapping[str, Any]) -> SpecialTokens:
+    """The ids in BAAI's configuration; the image codes are the last tokens of its vocabulary."""
+    values = {"vocab_size": DEFAULTS["vocab_size"], **BAAI_TOKENS, **config}
+    tokens = {name: int(values[f"{key}_token_id"]) for name, key in BAAI_TOKEN_NAMES.items()}
+    return SpecialTokens(**tokens, codes=range(max(tokens.values()) + 1, int(values["vocab_size"])))
+
+
+def is_baai(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration is BAAI's own; that of transformers has another model_type and a text_config."""
+    return config.get("model_type") == "Emu3"
+
+
 def matches(checkpoint: Checkpoint) -> bool:
-    return checkpoint.config.get("model_type") == "emu3"
+    return checkpoint.config.get("model_type") == "emu3" or is_baai(checkpoint.config)
 
 
-def image_tokenizer_arch(config: Mapping[str, Any]) -> VideoVQArch:
-    values = {**IMAGE_DEFAULTS, **(config.get("vq_config") or {})}
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config if is_baai(config) else (config.get("text_config") or {})
+
+
+def image_tokenizer_arch(config: Mapping[str, Any], name: str) -> VideoVQArch:
+    """The image tokenizer of a configuration in the layout of transformers; `name` is used in error messages."""
+    values = {**IMAGE_DEFAULTS, **config}
+    if values.get("num_attention_heads", 1) != 1 or values.get("double_latent"):
+        raise UnsupportedError(
+            f"{name} has an image tokenizer with {values.get('num_attention_heads', 1)} attention heads, "
+            f"double_latent={bool(values.get('double_latent'))}; only 1 head and False are supported."
+        )
     return VideoVQArch(
         widths=tuple(values["base_channels"] * factor for factor in values["channel_multiplier"]),
         blocks=values["num_res_blocks"],
@@ -157,10 +235,11 @@ def make_layout(size: ImageSize, downsample: int, tokens: SpecialTokens) -> Layo
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     config = checkpoint.config
-    images = image_tokenizer_arch(config)
+    # BAAI's image tokenizer has a configuration of its own, in another repository; the published one is the default.
+    images = image_tokenizer_arch(config.get("vq_config") or {}, checkpoint.name)
     tokens = special_tokens(config, images.codes)
     return ModelSpec(
-        arch=replace(decoder_arch(config.get("text_config"), DEFAULTS, checkpoint.name), outputs=tokens.codes),
+        arch=replace(decoder_arch(text_config(config), DEFAULTS, checkpoint.name), outputs=tokens.codes),
         defaults=SamplingDefaults(guidance=3.0, top_k=2048),
         sizes=list_sizes(int(config.get("image_area", IMAGE_AREA)), images.downsample),
         make_layout=lambda size: make_layout(size, images.downsample, tokens),
@@ -169,39 +248,80 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec, config, shapes = read_spec(checkpoint), checkpoint.config, checkpoint.shapes()
-    encode = load_text_tokenizer(checkpoint.require_file("tokenizer.json"))
-    prefixes = next((p for p in TENSOR_PREFIXES if f"{p.decoder}norm.weight" in shapes), TENSOR_PREFIXES[0])
     net = allocate(lambda: Transformer(spec.arch), placement)
-    image_arch = image_tokenizer_arch(config)
-    images = allocate(lambda: VideoVQ(image_arch), Placement(placement.device, torch.float32))
-    # Scalars are the batch counters of BatchNorm.
-    in_images = {
-        name: to for name, to in module_destinations(images, prefixes.image_tokenizer).items() if to.memory.ndim
-    }
+    if is_baai(config):
+        prefixes, in_images = BAAI_PREFIXES, {}
+        images = _load_baai_image_tokenizer(checkpoint, placement)
+    else:
+        prefixes = next((p for p in TENSOR_PREFIXES if f"{p.decoder}norm.weight" in shapes), TENSOR_PREFIXES[0])
+        images = _allocate_images(config.get("vq_config") or {}, checkpoint.name, placement)
+        in_images = _without_counters(module_destinations(images, prefixes.image_tokenizer))
     destinations = {
         **decoder_destinations(net, HF_DECODER, prefixes.decoder),
         **decoder_destinations(net, [HF_HEAD], prefixes.head),
         **in_images,
     }
-    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, r".*\.num_batches_tracked$"])
-    tokens = special_tokens(config, image_arch.codes)
-    max_positions = with_defaults(config.get("text_config"), DEFAULTS)["max_position_embeddings"]
+    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, COUNTERS])
+    tokens = special_tokens(config, images.arch.codes)
+    encode = _load_text(checkpoint)
 
     def encode_prompt(text: str, size: ImageSize) -> tuple[int, ...]:
-        grid = f"{size.height // image_arch.downsample}*{size.width // image_arch.downsample}"
+        grid = f"{size.height // images.downsample}*{size.width // images.downsample}"
         return (tokens.start, *encode(text), tokens.image_start, *encode(grid), tokens.image)
 
     def make_prompt(text: str, negative: str | None, size: ImageSize) -> Prompt:
         return Prompt(encode_prompt(text, size), encode_prompt(NEGATIVE_PROMPT if negative is None else negative, size))
 
+    max_positions = with_defaults(text_config(config), DEFAULTS)["max_position_embeddings"]
     target = DecoderTarget(net, positions=int(max_positions))
     return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
 
 
+def _load_text(checkpoint: Checkpoint) -> Encode:
+    if not is_baai(checkpoint.config):
+        return load_text_tokenizer(checkpoint.require_file("tokenizer.json"), TEXT_PATTERN)
+    of_images = checkpoint.require_file("emu3_vision_tokens.txt").read_text(encoding="utf-8").split("\n")
+    names = [*TEXT_SPECIALS, *(name.strip() for name in of_images if name.strip())]
+    return load_tiktoken(checkpoint.require_file("emu3.tiktoken"), TEXT_PATTERN, names)
+
+
+def _allocate_images(config: Mapping[str, Any], name: str, placement: Placement) -> VideoVQ:
+    arch = image_tokenizer_arch(config, name)
+    return allocate(lambda: VideoVQ(arch), Placement(placement.device, torch.float32))
+
+
+def _without_counters(destinations: Mapping[str, WeightDestination]) -> dict[str, WeightDestination]:
+    """The destinations but for the batch counters of BatchNorm, which are scalars."""
+    return {name: destination for name, destination in destinations.items() if destination.memory.ndim}
+
+
+def _load_baai_image_tokenizer(checkpoint: Checkpoint, placement: Placement) -> VideoVQ:
+    """Load BAAI/Emu3-VisionTokenizer."""
+    path = checkpoint.find_or_download([IMAGE_TOKENIZER.rpartition("/")[2]], IMAGE_TOKENIZER)
+    files = Checkpoint.from_path(path)
+    images = _allocate_images(
+        {IMAGE_CONFIG_NAMES.get(key, key): value for key, value in files.config.items()}, files.name, placement
+    )
+
+    def tensor_name(name: str) -> str:
+        for pattern, new in IMAGE_TENSOR_NAMES:
+            name = re.sub(pattern, new, name)
+        return name
+
+    destinations = _without_counters(module_destinations(images, rename=tensor_name))
+    shapes = files.shapes()
+    for name, destination in destinations.items():
+        if destination.memory.ndim == 2 and len(shapes.get(name, ())) == 4:  # attention is 1x1 convolutions there
+            destinations[name] = WeightDestination(destination.memory[:, :, None, None])
+    copy_weights(files, destinations, [COUNTERS])
+    return images
+
+
 FAMILY = Family(
     name="emu3",
-    summary="Emu3-Gen 8B in the layout of transformers: about 720x720 px, 90x90 codes or as many in another shape",
+    summary="Emu3-Gen 8B, in BAAI's layout or that of transformers: about 720x720 px, 90x90 codes or other shapes",
     published=(
+        PublishedCheckpoint("BAAI/Emu3-Gen", "apache-2.0", "needs BAAI/Emu3-VisionTokenizer"),
         PublishedCheckpoint("Emu3-community/Emu3-Gen-hf", "apache-2.0"),
         PublishedCheckpoint("BAAI/Emu3-Gen-hf", "apache-2.0"),
     ),

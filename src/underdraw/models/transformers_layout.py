@@ -53,9 +53,17 @@ def decoder_arch(config: Mapping[str, Any] | None, defaults: Mapping[str, Any], 
         raise CheckpointError(f"the configuration of {name} is incomplete or damaged ({error!r}).") from error
 
 
-def load_text_tokenizer(path: Path, *, add_special_tokens: bool = False) -> Encode:
-    """A function from text to token ids; special tokens are parsed from the text, and by default none are added."""
+def load_text_tokenizer(path: Path, pattern: str | None = None, *, add_special_tokens: bool = False) -> Encode:
+    """A function from text to token ids; special tokens are parsed from the text, and by default none are added.
+
+    `pattern` replaces the one that splits text before BPE, where a conversion changed the authors'.
+    """
     tokenizer = _read_tokenizer(path)
+    if pattern is not None and type(tokenizer.model).__name__ == "BPE":
+        tokenizers = require_package("tokenizers", "families", f"the text tokenizer {path.name}")
+        splits = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+        to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([splits, to_bytes])
     return lambda text: list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
 

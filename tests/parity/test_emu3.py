@@ -166,9 +166,7 @@ def test_baai_layout_matches_transformers(tmp_path: Path) -> None:
         codes = torch.arange(16).view(1, 4, 4)
         pixels = reference.model.vqmodel.decode(codes).view(-1, 3, 32, 32)[:1].clamp(-1, 1)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-    torch.testing.assert_close(
-        model.image_tokenizer.decode(codes), pixels, atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(model.image_tokenizer.decode(codes), pixels, atol=1e-4, rtol=0)
 
 
 def test_attention_heads_of_the_image_tokenizer_are_not_ignored(emu3: ParityCase, tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ class Binary:
 @pytest.mark.parametrize("proposal", Lantern.proposals)
 @pytest.mark.parametrize("bounds", [(0.3, None), (1.0, 2.5)], ids=["delta", "ratio"])
 def test_images_have_the_enumerated_distribution(rule: Any, proposal: Proposal, bounds: Any) -> None:
-    """Both rules, against the distribution of whole images by their definition; with `topk` the other rule is told apart."""
+    """Both rules, against the distribution of whole images by their definition; with `topk` the rules differ."""
     layout, count, k = Layout(1, 4, range(CODES)), 5_000, 2
     target, draft = random_tables(layout, seed=4, error=0.7)
     lantern = Lantern(*bounds, k, rule).bind(CODEBOOK)

@@ -142,7 +142,7 @@ class JacobiTreeSession(CapturableDraft):
         return _Drafted(rows, tokens, stays, prior, buckets, is_forced)
 
     def _first_candidates(self, root_rows: Tensor, root: Tensor, depth: int) -> Tensor:
-        """The first candidates of depths 0 to `depth` (B, depth + 1): those verified, else those above, else the root."""
+        """The first candidates of depths 0 to `depth` (B, depth + 1): verified, else those above, else the root."""
         stride = self.layout.row_stride
         height = 1 + -(-depth // stride)
         # From one row of the picture above the tree's first step on, as (height, stride): columns are the picture's.

@@ -384,6 +384,69 @@ def write_glm_image_pixels(folder: Path) -> Any:
     return pipeline
 
 
+# SimpleAR: a Qwen2 that transformers writes, a slow tokenizer, and Cosmos's decoder as TorchScript
+
+SIMPLEAR_SPECIALS = ("<|t2i|>", "<|i2t|>", "<|soi|>", "<|vtokens|>", "<|t2v|>", "<|v2t|>", "<|sov|>")
+
+
+def write_simplear(folder: Path, *, tied: bool = True, decoder: bool = True) -> Any:
+    """Daniel0724/SimpleAR-*, 4x4 codes of 16x16 pixels; with `decoder` Cosmos's is where its repository puts it."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    text = write_qwen_tokenizer(folder)
+    config = Qwen2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=text + 64000, max_position_embeddings=512, rms_norm_eps=1e-6, tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval()
+    randomise(model, 10)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    changes = {"architectures": ["SimpARForCausalLM"], "image_sides": [64, 32]}
+    (folder / "config.json").write_text(json.dumps({**written, **changes}))
+    if decoder:
+        write_cosmos(folder.parent / "Cosmos-1.0-Tokenizer-DV8x16x16" / "decoder.jit")
+    return model
+
+
+def write_qwen_tokenizer(folder: Path) -> int:
+    """A byte-level BPE without merges in the files of a slow tokenizer; returns its number of tokens."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    vocab = {letter: index for index, letter in enumerate(alphabet)}
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    names = ("<|endoftext|>", *SIMPLEAR_SPECIALS)
+    (folder / "added_tokens.json").write_text(json.dumps({name: len(vocab) + i for i, name in enumerate(names)}))
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    added = {str(len(vocab) + i): {"content": name, "special": True, **flags} for i, name in enumerate(names)}
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": added, "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>", "additional_special_tokens": list(SIMPLEAR_SPECIALS), "unk_token": None,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return len(vocab) + len(names)
+
+
+def small_cosmos() -> Any:
+    """A small decoder of Cosmos's discrete video tokenizer."""
+    from cosmos_reference import CosmosVideoDecoder
+
+    network = CosmosVideoDecoder(width=8, mults=(1, 2, 2), latent=4).eval()
+    randomise(network, 11)
+    return network
+
+
+def write_cosmos(path: Path) -> None:
+    """`small_cosmos` as the TorchScript file that NVIDIA publishes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.jit.trace(small_cosmos(), torch.zeros(1, 1, 2, 2, dtype=torch.int64)).save(str(path))
+
+
 # Drafters
 
 

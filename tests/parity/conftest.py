@@ -60,6 +60,12 @@ def glm_image(root: Path) -> ParityCase:
 
 
 @pytest.fixture(scope="session")
+def simplear(root: Path) -> ParityCase:
+    model = checkpoint_writers.write_simplear(root / "simplear" / "SimpleAR-tiny")
+    return ParityCase(root / "simplear" / "SimpleAR-tiny", model, load(root / "simplear" / "SimpleAR-tiny"))
+
+
+@pytest.fixture(scope="session")
 def emu3(root: Path) -> ParityCase:
     model = checkpoint_writers.write_emu3(root / "emu3")
     return ParityCase(root / "emu3", model, load(root / "emu3"))

@@ -17,6 +17,8 @@ from underdraw.models.checkpoint import Checkpoint, open_checkpoint
 from underdraw.models.inspect import inspect, list_families
 from underdraw.registry import families
 
+FAMILIES = ("anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3", "glm_image", "simplear")
+
 
 def command(*words: str) -> str:
     done = call("models", *words)
@@ -45,7 +47,9 @@ def test_inspecting_an_unsupported_folder_is_an_error(tmp_path: Path) -> None:
     assert done.code == 2 and "is not supported: it is neither a model" in done.err
 
 
-@pytest.mark.parametrize("name", ["anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3", "glm_image"])
+@pytest.mark.parametrize(
+    "name", ["anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3", "glm_image", "simplear"]
+)
 def test_report_matches_the_loaded_model(request: pytest.FixtureRequest, name: str) -> None:
     """Parameters, sizes and settings are those of the loaded model, though no weights are read."""
     case: ParityCase = request.getfixturevalue(name)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from underdraw.errors import unknown
 from underdraw.layout import Layout
-from underdraw.models import anole, chameleon, emu3, glm_image, janus, llamagen, lumina
+from underdraw.models import anole, chameleon, emu3, glm_image, janus, llamagen, lumina, simplear
 from underdraw.models.family import ImageSize, Placement
 from underdraw.models.transformers_layout import decoder_arch
 from underdraw.models.weight_map import allocate
@@ -79,6 +80,12 @@ def _llamagen_xl() -> ModelShape:
     return ModelShape(arch, layout, guidance=7.5, top_k=1000, prompt_length=llamagen.MAX_TEXT_FEATURES)
 
 
+def _simplear(config: Mapping[str, Any]) -> ModelShape:
+    codes = range(simplear.DEFAULTS["vocab_size"] - simplear.CODES, simplear.DEFAULTS["vocab_size"])
+    layout = simplear.make_layout(ImageSize(1024, 1024), codes)
+    return ModelShape(simplear.simplear_arch(config, codes, "simplear"), layout, simplear.SAMPLING.guidance)
+
+
 def _toy() -> ModelShape:
     codes = range(4, 132)
     arch = Arch(64, 2, 4, 96, 140, Rope.one_axis(16), outputs=codes)
@@ -92,6 +99,8 @@ SHAPES: dict[str, Callable[[], ModelShape]] = {
     "janus-7b": _janus_7b,
     "emu3-8b": _emu3_8b,
     "glm-image-9b": _glm_image_9b,
+    "simplear-0.5b": lambda: _simplear({}),
+    "simplear-1.5b": lambda: _simplear(simplear.SHAPE_1_5B),
     "toy": _toy,
 }
 

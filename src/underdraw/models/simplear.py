@@ -1,0 +1,181 @@
+"""SimpleAR: a Qwen2 decoder whose vocabulary is extended by the 64000 codes of Cosmos's tokenizer; up to 1024 px.
+
+The negative prompt is a separate sequence, with its own length and positions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from underdraw.errors import CheckpointError, UnsupportedError
+from underdraw.extras import require_package
+from underdraw.layout import Layout
+from underdraw.models.checkpoint import Checkpoint
+from underdraw.models.family import (
+    Family,
+    ImageSize,
+    LoadedModel,
+    ModelSpec,
+    Placement,
+    PublishedCheckpoint,
+    SamplingDefaults,
+)
+from underdraw.models.transformers_layout import ROPE_BUFFERS, Encode, decoder_arch, with_defaults
+from underdraw.models.weight_map import (
+    HF_DECODER,
+    HF_HEAD,
+    HF_QKV_BIAS,
+    allocate,
+    copy_weights,
+    decoder_destinations,
+)
+from underdraw.nn.target import DecoderTarget
+from underdraw.nn.transformer import Arch, Transformer
+from underdraw.protocols import Prompt
+from underdraw.tokenizers.cosmos import load_cosmos
+
+DEFAULTS: Mapping[str, Any] = {  # of the 0.5B model
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 215672,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+}
+SHAPE_1_5B: Mapping[str, Any] = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+}
+CODES = 64000
+DOWNSAMPLE = 16  # pixels per code
+SIDES = (1024, 768, 512, 256)  # pixels
+SAMPLING = SamplingDefaults(guidance=6.0)
+TEXT_TO_IMAGE, IMAGE_START = "<|t2i|>", "<|soi|>"
+PROMPT_PREFIX = "A highly realistic image of "
+NEGATIVE_PROMPT = (
+    "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, "
+    "bad eyes, bad limbs, distortion"
+)
+IMAGE_TOKENIZER = "Cosmos-1.0-Tokenizer-DV8x16x16"
+_TOKENIZER_FILES = ("added_tokens.json", "tokenizer_config.json", "tokenizer.json")
+
+
+def matches(checkpoint: Checkpoint) -> bool:
+    """A Qwen2 by its class's name, or by the special tokens that SimpleAR adds."""
+    config = checkpoint.config
+    if config.get("model_type") != "qwen2":
+        return False
+    if any("SimpAR" in name for name in config.get("architectures") or ()):
+        return True
+    files = [checkpoint.folder / name for name in _TOKENIZER_FILES]
+    return any(TEXT_TO_IMAGE in file.read_text(encoding="utf-8") for file in files if file.exists())
+
+
+def simplear_arch(config: Mapping[str, Any], codes: range, name: str) -> Arch:
+    """The decoder of a Qwen2 configuration, its head cut to the codes."""
+    if config.get("use_sliding_window"):
+        raise UnsupportedError(f"{name} has a sliding window, which no published model of its family has.")
+    return replace(decoder_arch(config, DEFAULTS, name), qkv_bias=True, outputs=codes)
+
+
+def make_layout(size: ImageSize, codes: range) -> Layout:
+    return Layout(size.height // DOWNSAMPLE, size.width // DOWNSAMPLE, codes)
+
+
+def load_qwen_tokenizer(folder: Path, name: str) -> tuple[Encode, int]:
+    """A function from text to token ids, and the number of text tokens.
+
+    The authors save a slow tokenizer (vocab.json, merges.txt, added_tokens.json), which transformers converts.
+    """
+    library = require_package("transformers", "families", "the text tokenizer")
+    if not any((folder / file).exists() for file in ("tokenizer.json", "vocab.json")):
+        raise CheckpointError(f"{name} has no text tokenizer; put tokenizer.json or vocab.json into {folder}.")
+    try:
+        tokenizer = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"the text tokenizer in {folder} cannot be read ({error}); download it again.") from error
+    for token in (TEXT_TO_IMAGE, IMAGE_START):
+        if token not in tokenizer.get_vocab():
+            raise CheckpointError(f"the text tokenizer in {folder} has no token {token!r}; it is another model's.")
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False)), len(tokenizer)
+
+
+def _codes(checkpoint: Checkpoint, text_tokens: int) -> range:
+    """Token ids of the image codes, behind those of the text tokenizer."""
+    codes = range(text_tokens, text_tokens + CODES)
+    rows = int(with_defaults(checkpoint.config, DEFAULTS)["vocab_size"])
+    if codes.stop > rows:
+        raise CheckpointError(
+            f"{checkpoint.name} has {rows} tokens, too few for {text_tokens} of text and {len(codes)} of images; "
+            "its tokenizer belongs to another model."
+        )
+    return codes
+
+
+def read_spec(checkpoint: Checkpoint) -> ModelSpec:
+    codes = _codes(checkpoint, load_qwen_tokenizer(checkpoint.folder, checkpoint.name)[1])
+    sides = tuple(int(side) for side in checkpoint.config.get("image_sides", SIDES))
+    return ModelSpec(
+        arch=simplear_arch(checkpoint.config, codes, checkpoint.name),
+        defaults=SAMPLING,
+        sizes=tuple(ImageSize(side, side) for side in sides),
+        make_layout=lambda size: make_layout(size, codes),
+    )
+
+
+def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
+    spec, config = read_spec(checkpoint), checkpoint.config
+    encode, _ = load_qwen_tokenizer(checkpoint.folder, checkpoint.name)
+    names = [f"{folder}{IMAGE_TOKENIZER}/decoder.jit" for folder in ("", "checkpoints/")]
+    images = load_cosmos(
+        checkpoint.find_or_download([*names, "decoder.jit"], f"nvidia/{IMAGE_TOKENIZER}/decoder.jit"), placement.device
+    )
+    net = allocate(lambda: Transformer(spec.arch), placement)
+    destinations = decoder_destinations(net, (*HF_DECODER, *HF_QKV_BIAS), "model.")
+    is_tied = config.get("tie_word_embeddings") or "lm_head.weight" not in checkpoint.shapes()
+    if not is_tied:
+        destinations |= decoder_destinations(net, [HF_HEAD])
+    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, *([r"lm_head\."] if is_tied else ())])
+    if is_tied:
+        codes = spec.arch.outputs
+        assert codes is not None
+        net.head.weight.data.copy_(net.embedding.weight.data[codes.start : codes.stop])
+
+    def encode_prompt(text: str) -> tuple[int, ...]:
+        return tuple(encode(f"{TEXT_TO_IMAGE}{text}{IMAGE_START}"))
+
+    def make_prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
+        return Prompt(
+            encode_prompt(PROMPT_PREFIX + text), encode_prompt(NEGATIVE_PROMPT if negative is None else negative)
+        )
+
+    max_positions = with_defaults(config, DEFAULTS)["max_position_embeddings"]
+    target = DecoderTarget(net, positions=int(max_positions))
+    return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
+
+
+FAMILY = Family(
+    name="simplear",
+    summary="SimpleAR 0.5B and 1.5B: 1024 px, 64x64 codes, and 768, 512 or 256 px",
+    published=tuple(
+        PublishedCheckpoint(
+            f"Daniel0724/SimpleAR-{size}-{stage}",
+            "mit",
+            "needs Cosmos's image tokenizer, which is downloaded separately under NVIDIA's licence",
+        )
+        for size in ("0.5B", "1.5B")
+        for stage in ("RL", "SFT")
+    ),
+    matches=matches,
+    load=load,
+    read_spec=read_spec,
+)

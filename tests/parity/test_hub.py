@@ -80,6 +80,18 @@ def test_other_models_are_refused_before_their_weights_are_downloaded(fake_hub: 
     assert fake_hub.downloaded("owner/gpt") == ["config.json"]
 
 
+def test_folders_of_a_diffusers_pipeline_are_downloaded(fake_hub: FakeHub, tmp_path: Path) -> None:
+    """zai-org/GLM-Image has no config.json of its own; its parts are in subfolders."""
+    (tmp_path / "glm").mkdir()
+    (tmp_path / "glm" / "model_index.json").write_text(json.dumps({"_class_name": "GlmImagePipeline"}))
+    weights = {
+        f"{folder}/model.safetensors": 1 for folder in ("vision_language_encoder", "transformer", "vae", "other")
+    }
+    fake_hub.add("zai-org/GLM-Image", tmp_path / "glm", weights)
+    open_model("zai-org/GLM-Image")
+    assert set(fake_hub.downloaded("zai-org/GLM-Image")) == {*weights, "model_index.json"} - {"other/model.safetensors"}
+
+
 def test_several_models_in_one_repository_need_a_file_name(fake_hub: FakeHub) -> None:
     sizes = {"t2i_XL_stage1_256.pt": 3, "t2i_XL_stage2_512.pt": 3, "vq_ds16_t2i.pt": 1}
     fake_hub.add("peizesun/llamagen_t2i", sizes=sizes)

@@ -77,7 +77,9 @@ def open_model(name: str | Path, hub: HubOptions | None = None) -> Checkpoint:
 
     def check(folder: Path) -> tuple[str, ...]:
         checkpoint = Checkpoint.from_path(folder, str(name))
-        return detect_family(checkpoint).folders if checkpoint.config else ()
+        # Without a configuration only the tensors can tell the family.
+        is_described = checkpoint.config or (folder / "model_index.json").exists()
+        return detect_family(checkpoint).folders if is_described else ()
 
     return open_checkpoint(name, hub, check)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload, runtime_checkable
 
 from torch import Tensor
 
@@ -32,6 +32,33 @@ class Prompt:
 
     condition: Prefix
     unconditional: Prefix | None = None
+
+
+Guidance = float | Sequence[float]
+"""Scale of classifier-free guidance, of all images or of each; 1, which turns it off, for all of a batch or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmptySlots(Sequence[Prompt]):
+    """Prompts of a batch whose images come later: `slots` with room for `prompt_length` tokens each.
+
+    Sessions opened with these run no prefill. Their slots are filled by `copy_slots`.
+    """
+
+    slots: int
+    prompt_length: int
+
+    def __len__(self) -> int:
+        return self.slots
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        return ([Prompt((), ())] * self.slots)[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +144,7 @@ class TargetSession(Protocol):
 class Target(Protocol):
     """The large model: immutable weights, shared by all sessions."""
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, *, guidance: float) -> TargetSession: ...
+    def open(self, prompts: Sequence[Prompt], layout: Layout, *, guidance: Guidance) -> TargetSession: ...
 
 
 class DrafterSession(Protocol):
@@ -140,8 +167,24 @@ class Drafter(Protocol):
         ...
 
     def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
     ) -> DrafterSession: ...
+
+
+@runtime_checkable
+class SlotSession(Protocol):
+    """A session for continuous batching: images enter and leave while others run.
+
+    A session opened with `EmptySlots` is filled by copies of other sessions of the same target or drafter: new images
+    from the session that prefilled them, and running ones from the batch that they outgrew.
+    """
+
+    def copy_slots(self, source: Any, source_slots: Sequence[int], slots: Sequence[int]) -> None:
+        """Overwrite the state of images `slots` by that of images `source_slots` of a session of the same type.
+
+        Called between passes. Writes into the same tensors, which captured passes read.
+        """
+        ...
 
 
 @runtime_checkable

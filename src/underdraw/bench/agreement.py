@@ -23,7 +23,16 @@ from underdraw.layout import Layout
 from underdraw.nn.target import DecoderTarget
 from underdraw.plan import MAX_NODES, TreePlan
 from underdraw.policies.fixed import NoTree
-from underdraw.protocols import CapturableDraft, Drafter, DraftRequest, PrefillOutput, Prompt, TreePolicy, Verifier
+from underdraw.protocols import (
+    CapturableDraft,
+    Drafter,
+    DraftRequest,
+    Guidance,
+    PrefillOutput,
+    Prompt,
+    TreePolicy,
+    Verifier,
+)
 from underdraw.sampling import NoiseWindow, Sampler
 from underdraw.tree import AcceptedPath, DraftTree, Proposal, chain
 from underdraw.verifiers.exact import Exact
@@ -42,7 +51,7 @@ class ForcedPicture:
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # tokens, and tokens that the target chose too
 
     def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
     ) -> ForcedPictureSession:
         return ForcedPictureSession(self)
 

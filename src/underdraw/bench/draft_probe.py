@@ -20,7 +20,7 @@ from underdraw.layout import Layout
 from underdraw.pipeline import Pipeline
 from underdraw.plan import TreePlan
 from underdraw.policies.fixed import NoTree
-from underdraw.protocols import Drafter, DraftRequest, PrefillOutput, Prompt, VerifiedStep
+from underdraw.protocols import Drafter, DraftRequest, Guidance, PrefillOutput, Prompt, VerifiedStep
 from underdraw.request import GenerationRequest
 from underdraw.tree import DraftTree, Frontier, root_only
 from underdraw.verifiers.exact import Exact
@@ -40,7 +40,7 @@ class DraftProbe:
         self.noiseless_ranks = self.ranks.copy()
 
     def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
     ) -> DraftProbeSession:
         session = self.drafter.open(prompts, layout, prefill, guidance=guidance)
         assert isinstance(session, NetworkDraftSession), "only drafters with a network have levels to probe"

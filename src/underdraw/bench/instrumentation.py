@@ -17,6 +17,7 @@ from underdraw.protocols import (
     CapturableDraft,
     Drafter,
     DraftRequest,
+    Guidance,
     PassConfig,
     PrefillOutput,
     Prompt,
@@ -71,7 +72,7 @@ class TimedDrafter:
         self.drafter, self.timer, self.proposes = drafter, timer, drafter.proposes
 
     def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
     ) -> TimedSession | TimedCapturableSession:
         session = self.drafter.open(prompts, layout, prefill, guidance=guidance)
         if self.timer.captured and isinstance(session, CapturableDraft):

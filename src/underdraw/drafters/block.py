@@ -20,7 +20,7 @@ from underdraw.layout import Layout
 from underdraw.nn.row_invariant import Linear
 from underdraw.nn.target import apply_guidance
 from underdraw.nn.transformer import Arch
-from underdraw.protocols import DraftRequest, PrefillOutput, Prompt
+from underdraw.protocols import DraftRequest, Guidance, PrefillOutput, Prompt
 from underdraw.tree import ExpandFn, Frontier
 
 
@@ -61,7 +61,7 @@ class BlockDrafter:
 
     @torch.no_grad()
     def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
     ) -> BlockSession:
         return BlockSession(self, layout, prefill, guidance)
 
@@ -69,7 +69,7 @@ class BlockDrafter:
 class BlockSession(EagleSession):
     """Runs the slots of all levels together with the pending tokens."""
 
-    def __init__(self, drafter: BlockDrafter, layout: Layout, prefill: PrefillOutput, guidance: float) -> None:
+    def __init__(self, drafter: BlockDrafter, layout: Layout, prefill: PrefillOutput, guidance: Guidance) -> None:
         super().__init__(Eagle(drafter.net, drafter.calibration, drafter.image_offset), layout, prefill, guidance)
         self.block = drafter.net
         self.slot_outputs = torch.empty(0)  # (R, D, dim)

@@ -21,7 +21,7 @@ from underdraw.nn.cached_decoder import CachedDecoder
 from underdraw.nn.row_invariant import Linear
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.plan import MAX_EXPANDED, MAX_NODES
-from underdraw.protocols import PrefillOutput, Prompt
+from underdraw.protocols import Guidance, PrefillOutput, Prompt
 
 _FREE_SLOTS = MAX_EXPANDED + MAX_NODES  # KV cache slots for drafted nodes, and for padding of the pending tokens
 DrafterKind = Literal["eagle", "block"]
@@ -72,7 +72,7 @@ class Eagle:
 
     @torch.no_grad()
     def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
     ) -> EagleSession:
         return EagleSession(self, layout, prefill, guidance)
 
@@ -80,7 +80,7 @@ class Eagle:
 class EagleSession(NetworkDraftSession):
     """Position i of the KV cache holds the target's feature of token i together with token i + 1."""
 
-    def __init__(self, drafter: Eagle, layout: Layout, prefill: PrefillOutput, guidance: float) -> None:
+    def __init__(self, drafter: Eagle, layout: Layout, prefill: PrefillOutput, guidance: Guidance) -> None:
         net = drafter.net
         rows = prefill.lengths.shape[0]
         prefill = drafter.adapt_prefill(prefill)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 
 from underdraw.layout import Layout
-from underdraw.protocols import CapturableDraft, DraftRequest, PrefillOutput, Prompt
+from underdraw.protocols import CapturableDraft, DraftRequest, Guidance, PrefillOutput, Prompt
 from underdraw.tree import DraftTree, chain, root_only
 
 
@@ -20,7 +20,7 @@ class Forced:
     proposes: ClassVar[Literal["chain"]] = "chain"
 
     def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
     ) -> ForcedSession:
         return ForcedSession(layout)
 
@@ -30,6 +30,9 @@ class ForcedSession(CapturableDraft):
     """Has no state besides the layout."""
 
     layout: Layout
+
+    def copy_slots(self, source: ForcedSession, source_slots: Sequence[int], slots: Sequence[int]) -> None:
+        """There is no state to copy."""
 
     def draft(self, request: DraftRequest) -> DraftTree:
         if request.plan.depth == 0 or self.layout.row_end is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 from underdraw.plan import MAX_NODES
-from underdraw.protocols import CapturableDraft, DraftRequest, PrefillOutput, Prompt, VerifiedStep
+from underdraw.protocols import CapturableDraft, DraftRequest, Guidance, PrefillOutput, Prompt, VerifiedStep
 from underdraw.tree import DraftTree, Proposal, chain
 
 Init = Literal["left", "above", "random"]
@@ -44,7 +44,7 @@ class Jacobi:
             raise ConfigError(f"a jacobi window of {self.window} tokens is impossible; use 1 to {MAX_NODES - 1}.")
 
     def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
     ) -> JacobiSession:
         return JacobiSession(self, layout, len(prompts), prefill.logits.device)
 
@@ -69,6 +69,17 @@ class JacobiSession(CapturableDraft):
         if self.sampled_from is not None:
             self.sampled_from.is_valid.fill_(False)
         return True
+
+    def copy_slots(self, source: JacobiSession, source_slots: Sequence[int], slots: Sequence[int]) -> None:
+        there, here = list(source_slots), list(slots)
+        self.guesses[here] = source.guesses[there]
+        if self.sampled_from is None and source.sampled_from is not None:
+            self.sampled_from = GuessDistributions.empty_like(
+                source.sampled_from.probs[:1].expand(len(self.guesses), -1, -1)
+            )
+        if self.sampled_from is not None:
+            self.sampled_from.copy_slots(source.sampled_from, there, here)
+        self.passes.copy_(torch.maximum(self.passes, source.passes))
 
     def draft(self, request: DraftRequest) -> DraftTree:
         self.steps, self.proposal = request.steps, request.proposal
@@ -163,6 +174,17 @@ class GuessDistributions:
         is_valid = torch.zeros(batch, MAX_NODES, dtype=torch.bool, device=probs.device)
         roots = torch.zeros_like(is_valid[:, 0], dtype=torch.int64)
         return cls(probs.new_zeros(batch, MAX_NODES, vocab_size), is_valid, roots)
+
+    def copy_slots(self, source: GuessDistributions | None, there: list[int], here: list[int]) -> None:
+        """Overwrite images `here` by images `there`; without a source no node is valid."""
+        self.is_valid[here] = False
+        if source is not None:
+            for mine, theirs in (
+                (self.probs, source.probs),
+                (self.is_valid, source.is_valid),
+                (self.roots, source.roots),
+            ):
+                mine[here] = theirs[there]
 
     def fill(self, probs: Tensor, is_valid: Tensor, roots: Tensor) -> None:
         count = probs.shape[1]

@@ -23,7 +23,7 @@ from underdraw.drafters.trunk_tree import grow_trunk_tree
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 from underdraw.plan import MAX_NODES, TreeShape
-from underdraw.protocols import CapturableDraft, DraftRequest, PrefillOutput, Prompt, VerifiedStep
+from underdraw.protocols import CapturableDraft, DraftRequest, Guidance, PrefillOutput, Prompt, VerifiedStep
 from underdraw.sampling import fast_topk
 from underdraw.tree import DraftTree, ancestor_mask, root_only
 
@@ -44,7 +44,7 @@ class JacobiTree:
             raise ConfigError(f"jacobi-tree:ranks={self.ranks} is impossible; use 1 to {MAX_RANKS}.")
 
     def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
     ) -> JacobiTreeSession:
         return JacobiTreeSession(min(self.ranks, layout.vocab_size), layout, len(prompts), prefill.logits.device)
 
@@ -71,7 +71,7 @@ class JacobiTreeSession(CapturableDraft):
     def __init__(self, ranks: int, layout: Layout, batch: int, device: torch.device) -> None:
         self.ranks, self.layout = ranks, layout
         # Trees, and the rows of the picture that they end in, may reach past the last step.
-        room = 2 * layout.row_stride + layout.steps + MAX_NODES
+        self._room = room = 2 * layout.row_stride + layout.steps + MAX_NODES
         count = batch * room
         # Best first, -1 where there is no candidate; the first one of a committed step is its token. The last column
         # is the number of passes for which the first one has stayed the same, 0 if the step was never verified.
@@ -96,6 +96,12 @@ class JacobiTreeSession(CapturableDraft):
             return False
         self._clear()
         return True
+
+    def copy_slots(self, source: JacobiTreeSession, source_slots: Sequence[int], slots: Sequence[int]) -> None:
+        for mine, theirs in ((self.candidates, source.candidates), (self.gaps, source.gaps)):
+            table, source_table = (t[:-1].unflatten(0, (-1, self._room)) for t in (mine, theirs))
+            table[list(slots)] = source_table[list(source_slots)]
+        self.calibration.merge(source.calibration)
 
     def draft(self, request: DraftRequest) -> DraftTree:
         if request.proposal != "coupled":

@@ -16,7 +16,7 @@ from torch import Tensor
 from underdraw.calibration import Calibration
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.protocols import CapturableDraft, DraftRequest, PrefillOutput, Prompt, VerifiedStep
+from underdraw.protocols import CapturableDraft, DraftRequest, Guidance, PrefillOutput, Prompt, VerifiedStep
 from underdraw.tree import DraftTree, Frontier, grow_tree
 
 
@@ -40,7 +40,7 @@ class Neighbour:
             raise ConfigError("neighbour weights must not be negative and floor must be positive.")
 
     def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
     ) -> NeighbourSession:
         return NeighbourSession(self, layout, len(prompts), prefill.logits.device)
 
@@ -60,6 +60,10 @@ class NeighbourSession(CapturableDraft):
         self.committed.fill_(-1)
         self.successors.fill_(-1)
         return True
+
+    def copy_slots(self, source: NeighbourSession, source_slots: Sequence[int], slots: Sequence[int]) -> None:
+        self.committed[list(slots)] = source.committed[list(source_slots)]
+        self.successors[list(slots)] = source.successors[list(source_slots)]
 
     def draft(self, request: DraftRequest) -> DraftTree:
         self.steps = request.steps

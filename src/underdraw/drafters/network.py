@@ -7,7 +7,7 @@ last, grows the tree on top of them and drops the nodes again. Subclasses define
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +19,10 @@ from underdraw.layout import Layout
 from underdraw.nn.cached_decoder import CachedDecoder
 from underdraw.nn.layer_functions import EAGER
 from underdraw.nn.rope import RopeTable
-from underdraw.nn.target import apply_guidance
+from underdraw.nn.target import apply_guidance, guidance_copies, guidance_scales
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import MAX_NODES, bucket_size
-from underdraw.protocols import CapturableDraft, DraftRequest, PassConfig, VerifiedStep
+from underdraw.protocols import CapturableDraft, DraftRequest, Guidance, PassConfig, VerifiedStep
 from underdraw.tree import DraftTree, ExpandFn, Frontier, grow_tree
 
 _MIN_PENDING = 16  # smallest bucket of pending tokens: a wider pass costs less than capturing one more
@@ -43,6 +43,15 @@ class PendingTokens:
         features = None if self.features is None else self.features[:, :width]
         return PendingTokens(self.tokens[:, :width], features, self.steps[:, :width], self.counts, host_counts)
 
+    def copy_rows(self, other: PendingTokens, other_rows: list[int], rows: list[int]) -> None:
+        """Overwrite `rows` of these buffers by rows of other pending tokens."""
+        width = other.tokens.shape[1]
+        self.tokens[rows, :width] = other.tokens[other_rows]
+        self.steps[rows, :width] = other.steps[other_rows]
+        self.counts[rows] = other.counts[other_rows]
+        if self.features is not None and other.features is not None:
+            self.features[rows, :width] = other.features[other_rows]
+
     def fill(self, other: PendingTokens) -> None:
         """Copy pending tokens into the first columns of these buffers."""
         width = other.tokens.shape[1]
@@ -60,23 +69,25 @@ class NetworkDraftSession(CapturableDraft):
         self,
         net: Transformer,
         layout: Layout,
-        guidance: float,
+        guidance: Guidance,
         calibration: Calibration | None,
         decoder: CachedDecoder,
         offset: Tensor,
     ) -> None:
-        self.net, self.layout, self.guidance, self.calibration = net, layout, guidance, calibration
-        self.copies = 1 if guidance == 1 else 2  # rows of an image
+        self.net, self.layout, self.calibration = net, layout, calibration
+        self.copies = guidance_copies(guidance)  # rows of an image
+        self.guidance = guidance_scales(guidance, offset.shape[0] // self.copies, offset.device)  # (B, 1, 1), or 1
         self.decoder, self.cache, self.offset = decoder, decoder.cache, offset
         self.rope_table = RopeTable(net.arch.rope, layout, offset, net.head.weight.dtype)
         batch, device = offset.shape[0] // self.copies, offset.device
         self.committed = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=device)  # token ids
         self.roots = torch.zeros(batch, dtype=torch.int64, device=device)  # (B,) step of the last root
         self.pending: PendingTokens | None = None
+        self.is_prompt_pending = True
         self.root_output = torch.empty(0)  # (R, 1, D) the network's output at the root
         # Captured passes hand pending tokens to each other in buffers of MAX_NODES columns.
         self.buffers: PendingTokens | None = None
-        self.pending_width: int | None = None  # columns of the buffers in use; None while the prompt is pending
+        self.pending_width: int | None = None  # columns of the buffers in use; None before the first captured pass
         self.next_pending_width = 0
         self.host_pending_counts: tuple[int, ...] = ()  # (R,) tokens that the next pass appends to the KV cache
 
@@ -145,18 +156,68 @@ class NetworkDraftSession(CapturableDraft):
         for step, token in enumerate(self.layout.prologue):
             self.committed[:, step] = token
         self.pending, self.pending_width, self.host_pending_counts = pending, None, pending.host_counts
+        self.is_prompt_pending = True
 
-    def prepare(self, config: PassConfig) -> Hashable | None:
-        pending, plan = self.pending, config.plan
-        assert pending is not None
+    @torch.no_grad()
+    def copy_slots(self, source: NetworkDraftSession, source_slots: Sequence[int], slots: Sequence[int]) -> None:
+        source.append_prompt()
+        there, rows = (
+            [slot + copy * len(session.committed) for copy in range(self.copies) for slot in chosen]
+            for session, chosen in ((source, source_slots), (self, slots))
+        )
+        self.cache.copy_rows(source.cache, there, rows)
+        self.rope_table.copy_rows(source.rope_table, there, rows)
+        self.committed[list(slots)] = source.committed[list(source_slots)]
+        if isinstance(self.guidance, Tensor) and isinstance(source.guidance, Tensor):
+            self.guidance[list(slots)] = source.guidance[list(source_slots)]
+        assert self.pending is not None and source.pending is not None
+        buffers, counts = self._pending_buffers(source.pending), [0] * len(self.cache.host_lengths)
+        width = source.pending.tokens.shape[1]
+        if not self.is_prompt_pending:
+            counts, width = list(self.host_pending_counts), max(width, self.pending.tokens.shape[1])
+            if self.pending_width is None:
+                buffers.fill(self.pending)  # of an eager pass
+        buffers.copy_rows(source.pending, there, rows)
+        for row, source_row in zip(rows, there, strict=True):
+            counts[row] = source.host_pending_counts[source_row]
+        self.is_prompt_pending, self.pending_width, self.host_pending_counts = False, None, tuple(counts)
+        self.pending = buffers.view(width, self.host_pending_counts)
+
+    def append_prompt(self) -> None:
+        """Append the pending tokens of the prompts to the KV cache, so that only the roots are pending."""
+        pending = self.pending
+        if not self.is_prompt_pending or pending is None:
+            return
+        x = self.embed_inputs(pending.tokens, pending.features, self.position_inputs(pending.steps))
+        host_counts = tuple(count - 1 for count in pending.host_counts)
+        self.decoder.append(x, self.cos_sin(pending.steps), pending.counts - 1, host_counts)
+        last = (pending.counts - 1)[:, None]
+        features = pending.features
+        if features is not None:
+            features = features.gather(1, last[..., None].expand(-1, -1, features.shape[-1]))
+        ones = (1,) * len(host_counts)
+        tokens, steps = pending.tokens.gather(1, last), pending.steps.gather(1, last)
+        self.pending = PendingTokens(tokens, features, steps, torch.ones_like(pending.counts), ones)
+        self.is_prompt_pending, self.host_pending_counts = False, ones
+
+    def _pending_buffers(self, like: PendingTokens) -> PendingTokens:
+        """The buffers of pending tokens, allocated when they are first used."""
         if self.buffers is None:
-            rows, device = self.offset.shape[0], self.offset.device
-            zeros = torch.zeros(rows, MAX_NODES, dtype=torch.int64, device=device)
-            features = pending.features
+            rows, features = self.offset.shape[0], like.features
+            zeros = torch.zeros(rows, MAX_NODES, dtype=torch.int64, device=self.offset.device)
             features = None if features is None else features.new_zeros(rows, MAX_NODES, features.shape[-1])
             self.buffers = PendingTokens(zeros, features, zeros.clone(), zeros[:, 0].clone(), ())
+        return self.buffers
+
+    def prepare(self, config: PassConfig) -> Hashable | None:
+        pending, plan, is_prompt = self.pending, config.plan, self.is_prompt_pending
+        assert pending is not None
+        buffers = self._pending_buffers(pending)
+        if self.pending_width is None and not is_prompt:  # after `copy_slots`
+            self.pending_width = bucket_size(max(pending.tokens.shape[1], _MIN_PENDING))
+            self.pending = pending = buffers.view(self.pending_width, self.host_pending_counts)
         self.next_pending_width = bucket_size(max(plan.depth + 1, _MIN_PENDING))
-        is_prompt = self.pending_width is None  # prompts have all lengths: run them eagerly and do not compile them
+        # Prompts have all lengths: run them eagerly and do not compile them.
         self.decoder.layer_functions = EAGER if is_prompt else config.layer_functions
         self.decoder.attention_backend = config.attention_backend
         span = self.decoder.fix_span(pending.tokens.shape[1] + max(plan.depth * plan.width, 1), config.span_multiple)
@@ -166,6 +227,7 @@ class NetworkDraftSession(CapturableDraft):
         assert self.buffers is not None
         self.cache.sync_lengths(self.host_pending_counts)
         self.pending_width, self.host_pending_counts = self.next_pending_width, counts * self.copies
+        self.is_prompt_pending = False
         self.pending = self.buffers.view(self.pending_width, self.host_pending_counts)
 
     def commit(self, verified: VerifiedStep) -> None:
@@ -189,7 +251,8 @@ class NetworkDraftSession(CapturableDraft):
             verified.host_counts * copies,
         )
         if self.cache.span is None:  # eager
-            self.pending = pending
+            self.pending, self.pending_width, self.is_prompt_pending = pending, None, False
+            self.host_pending_counts = pending.host_counts
         else:
             assert self.buffers is not None
             self.buffers.fill(pending)

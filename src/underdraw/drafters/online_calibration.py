@@ -62,6 +62,10 @@ class OnlineCalibration:
         """Forget what was observed."""
         self.counts.zero_()
 
+    def merge(self, other: OnlineCalibration) -> None:
+        """Take over what another calibration has observed where that is more: counts of earlier images of a batch."""
+        self.counts.copy_(torch.maximum(self.counts, other.counts))
+
     def buckets(self, stays: Tensor) -> Tensor:
         """The buckets of candidates by the number of passes for which the first one has stayed; 0 if never verified."""
         return stays.clamp(max=len(_STAYS) - 1)

@@ -15,7 +15,7 @@ from underdraw.layout import Layout
 from underdraw.nn.target import DecoderSession, DecoderTarget
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import MAX_EXPANDED, MAX_NODES
-from underdraw.protocols import PrefillOutput, Prompt
+from underdraw.protocols import Guidance, PrefillOutput, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SmallModel:
 
     @torch.no_grad()
     def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: float
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
     ) -> SmallModelSession:
         return SmallModelSession(self, prompts, layout, guidance)
 
@@ -41,7 +41,7 @@ class SmallModel:
 class SmallModelSession(NetworkDraftSession):
     """Reads tokens only, not the target's features."""
 
-    def __init__(self, drafter: SmallModel, prompts: Sequence[Prompt], layout: Layout, guidance: float) -> None:
+    def __init__(self, drafter: SmallModel, prompts: Sequence[Prompt], layout: Layout, guidance: Guidance) -> None:
         self.session = DecoderSession(drafter.target, prompts, layout, guidance, tree_slots=MAX_EXPANDED + MAX_NODES)
         net, decoder = drafter.target.net, self.session.decoder
         super().__init__(net, layout, guidance, drafter.calibration, decoder, self.session.offset)

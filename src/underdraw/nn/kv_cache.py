@@ -94,6 +94,25 @@ class KVCache:
             self.values[:, row, :, target] = self.values[:, row, :, source]
         self.commit(counts, host_counts)
 
+    def copy_rows(self, source: KVCache, source_rows: Sequence[int], rows: Sequence[int]) -> None:
+        """Overwrite `rows` by the committed tokens of `source_rows` of another cache of any capacity."""
+        used = [source.host_lengths[row] for row in source_rows]
+        count, device = max(used), self.length.device
+        self._check_capacity(count)
+        here, there = (torch.tensor(list(index), device=device) for index in (rows, source_rows))
+        for keys, source_keys in ((self.keys, source.keys), (self.values, source.values)):
+            for layer in range(len(keys)):  # by layer, since indexing copies what it reads
+                keys[layer, here, :, :count] = source_keys[layer, there, :, :count]
+        self.length[here] = source.length[there]
+        for row, length in zip(rows, used, strict=True):
+            self.host_lengths[row] = length
+
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Remove the tokens of some rows."""
+        self.length[torch.tensor(list(rows), device=self.length.device)] = 0
+        for row in rows:
+            self.host_lengths[row] = 0
+
     def drop_nodes(self) -> None:
         """Drop the tree nodes."""
         self.num_nodes, self._first_node_slots = 0, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,6 +93,13 @@ class RopeTable:
         rotation = self.rope.image_rotation(self.layout, self.steps, self.offset).flatten(0, 1)
         cos_sin = self.rope.cos_sin(rotation, self.dtype)  # (R * S, 2, D)
         self.table = self.table.copy_(cos_sin) if len(self.table) else cos_sin
+
+    def copy_rows(self, source: RopeTable, source_rows: Sequence[int], rows: Sequence[int]) -> None:
+        """Overwrite `offset` and table of `rows` by those of `source_rows` of another table of the same layout."""
+        here, there = (torch.tensor(list(index), device=self.offset.device) for index in (rows, source_rows))
+        self.offset[here] = source.offset[there]
+        size = (-1, self.layout.steps)
+        self.table.unflatten(0, size)[here] = source.table.unflatten(0, size)[there]
 
     def __call__(self, steps: Tensor) -> Tensor:
         """cos_sin (R, N, 2, D) at steps (B, N), clamped to the last step; rows are copies of B images."""

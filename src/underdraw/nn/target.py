@@ -16,7 +16,17 @@ from underdraw.nn.numerics import Numerics, resolve_numerics
 from underdraw.nn.rope import RopeTable
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import MAX_DEPTH, MAX_GPU_DEPTH, MAX_NODES
-from underdraw.protocols import Capturable, PassConfig, PrefillOutput, Prefix, Prompt, TargetOutput, VerifiedStep
+from underdraw.protocols import (
+    Capturable,
+    EmptySlots,
+    Guidance,
+    PassConfig,
+    PrefillOutput,
+    Prefix,
+    Prompt,
+    TargetOutput,
+    VerifiedStep,
+)
 from underdraw.tree import DraftTree
 
 
@@ -30,7 +40,7 @@ class DecoderTarget:
     positions: int | None = None  # most sequence positions that the model has
     numerics: Numerics = "row-invariant"
 
-    def open(self, prompts: Sequence[Prompt], layout: Layout, *, guidance: float) -> DecoderSession:
+    def open(self, prompts: Sequence[Prompt], layout: Layout, *, guidance: Guidance) -> DecoderSession:
         return DecoderSession(self, prompts, layout, guidance)
 
 
@@ -39,17 +49,33 @@ def apply_guidance(logits: Tensor, guidance: float | Tensor) -> Tensor:
     if not isinstance(guidance, Tensor) and guidance == 1:
         return logits
     cond, uncond = logits.chunk(2, dim=0)
-    return torch.lerp(uncond, cond, guidance)
+    return torch.lerp(uncond, cond, guidance.to(logits.dtype) if isinstance(guidance, Tensor) else guidance)
 
 
-def guidance_rows(prompts: Sequence[Prompt], guidance: float) -> list[Prefix]:
+def guidance_copies(guidance: Guidance) -> int:
+    """Rows of an image: 2 with guidance."""
+    scales = {guidance} if not isinstance(guidance, Sequence) else set(guidance)
+    if 1 in scales and len(scales) > 1:
+        raise ConfigError("images with and without guidance have different numbers of rows; use two batches.")
+    return 1 if scales == {1} else 2
+
+
+def guidance_scales(guidance: Guidance, images: int, device: torch.device) -> float | Tensor:
+    """The scales of all images as a tensor (B, 1, 1), or 1 if there is no guidance."""
+    if guidance_copies(guidance) == 1:
+        return 1.0
+    scales = list(guidance) if isinstance(guidance, Sequence) else [guidance] * images
+    return torch.tensor(scales, dtype=torch.float32, device=device)[:, None, None]
+
+
+def guidance_rows(prompts: Sequence[Prompt], is_guided: bool) -> list[Prefix]:
     """The prompts of all rows: the conditional ones, then, with guidance, the unconditional ones."""
     rows = [prompt.condition for prompt in prompts]
-    if guidance == 1:
+    if not is_guided:
         return rows
     for prompt in prompts:
         if prompt.unconditional is None:
-            raise ConfigError(f"guidance {guidance} needs an unconditional prompt; pass one or use guidance 1.")
+            raise ConfigError("guidance other than 1 needs an unconditional prompt; pass one or use guidance 1.")
         rows.append(prompt.unconditional)
     return rows
 
@@ -75,24 +101,55 @@ class DecoderSession(Capturable):
         target: DecoderTarget,
         prompts: Sequence[Prompt],
         layout: Layout,
-        guidance: float,
+        guidance: Guidance,
         tree_slots: int = MAX_NODES,
     ) -> None:
         if not prompts:
             raise ConfigError("no prompts were given; a batch needs at least one.")
-        self.target, self.layout, self.guidance, self.tree_slots = target, layout, guidance, tree_slots
-        self.copies = 1 if guidance == 1 else 2
+        self.target, self.layout, self.tree_slots = target, layout, tree_slots
+        weight = target.net.head.weight
+        self.copies = guidance_copies(guidance)
+        self.guidance = guidance_scales(guidance, len(prompts), weight.device)  # (B, 1, 1), or 1
         _check_head(target.net, layout)
         rows = self._rows(prompts)
-        weight, capacity = target.net.head.weight, self._positions + tree_slots
+        capacity = self._positions + tree_slots
         memory.check_fits(target.net.arch, len(prompts), self.copies, capacity, max(self.lengths), weight)
-        self.decoder = CachedDecoder(target.net, len(rows), capacity, target.numerics)
+        self.decoder = CachedDecoder(target.net, len(self.lengths), capacity, target.numerics)
         self.cache = self.decoder.cache
         is_limited = weight.is_cuda and resolve_numerics(target.numerics, weight.device) == "row-invariant"
         self.max_depth = MAX_GPU_DEPTH if is_limited else MAX_DEPTH
         self.offset = torch.zeros_like(self.cache.length)  # (R,) sequence position of step 0
         self.rope_table = RopeTable(target.net.arch.rope, layout, self.offset, weight.dtype)
         self.prefill = self._start(rows)
+
+    def _empty_prefill(self) -> PrefillOutput:
+        """Zeros in the shapes of prompts as long as fit."""
+        net, (rows, length), weight = self.target.net, (len(self.lengths), self.lengths[0]), self.target.net.head.weight
+        self.rope_table.update()
+        return PrefillOutput(
+            logits=torch.zeros(rows // self.copies, 1, len(self.layout.codes), device=weight.device),
+            features=weight.new_zeros(1, 1, net.arch.dim).expand(rows, length, -1),
+            prefix=torch.zeros(rows, length, dtype=torch.int64, device=weight.device),
+            lengths=torch.tensor(self.lengths, device=weight.device),
+            host_lengths=tuple(self.lengths),
+        )
+
+    @torch.no_grad()
+    def copy_slots(self, source: DecoderSession, source_slots: Sequence[int], slots: Sequence[int]) -> None:
+        there, rows = source.rows_of(source_slots), self.rows_of(slots)
+        self.cache.copy_rows(source.cache, there, rows)
+        self.rope_table.copy_rows(source.rope_table, there, rows)
+        if isinstance(self.guidance, Tensor) and isinstance(source.guidance, Tensor):
+            self.guidance[list(slots)] = source.guidance[list(source_slots)]
+
+    def clear_slots(self, slots: Sequence[int]) -> None:
+        """Remove the tokens of images that ended, so that attention reads them no more."""
+        self.cache.clear_rows(self.rows_of(slots))
+
+    def rows_of(self, slots: Sequence[int]) -> list[int]:
+        """The rows of some images: the conditional ones, then, with guidance, the unconditional ones."""
+        batch = len(self.cache.host_lengths) // self.copies
+        return [slot + copy * batch for copy in range(self.copies) for slot in slots]
 
     @torch.no_grad()
     def restart(self, prompts: Sequence[Prompt]) -> bool:
@@ -112,7 +169,10 @@ class DecoderSession(Capturable):
     def _rows(self, prompts: Sequence[Prompt]) -> list[Prefix]:
         """The checked prompts of all rows; sets `lengths` to theirs, the prologue included."""
         target, layout = self.target, self.layout
-        rows = guidance_rows(prompts, self.guidance)
+        if isinstance(prompts, EmptySlots):
+            self.lengths = [prompts.prompt_length] * (len(prompts) * self.copies)
+            return []
+        rows = guidance_rows(prompts, self.copies == 2)
         vocab = target.net.arch.vocab
         for row in rows:
             invalid = [] if isinstance(row, Tensor) else [token for token in row if not 0 <= token < vocab]
@@ -131,7 +191,9 @@ class DecoderSession(Capturable):
         return rows
 
     def _start(self, rows: list[Prefix]) -> PrefillOutput:
-        """Set the image's positions and prefill."""
+        """Set the image's positions and prefill; without rows the slots stay empty."""
+        if not rows:
+            return self._empty_prefill()
         fixed = self.target.image_offset
         offsets = [length - self.layout.start if fixed is None else fixed for length in self.lengths]
         self.offset.copy_(torch.tensor(offsets))

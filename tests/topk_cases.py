@@ -17,6 +17,8 @@ def check_topk(rows: int, columns: int, k: int, device: torch.device) -> None:
     scores[1, 0, : 2 * k : 2], scores[1, 0, 1 : 2 * k : 2] = 0.0, -0.0
     kth = scores.topk(k).values[..., -1:]
     assert torch.equal(topk_filter(scores, k), scores.masked_fill(scores < kth, -torch.inf))
+    ks = torch.tensor([k, columns], device=device)  # all values of the second half are kept
+    assert torch.equal(topk_filter(scores, ks), torch.stack([topk_filter(scores[0], k), scores[1]]))
     count = min(10, columns)
     values, indices = topk(scores, count)
     assert torch.equal(values, scores.topk(count).values)

@@ -19,7 +19,9 @@ import torch
 
 from underdraw.drafters.forced import Forced
 from underdraw.engine.cuda_graphs import Compile
-from underdraw.engine.decode import TokenStatsMode, decode
+from underdraw.engine.decode import TokenStatsMode, decode, resolve_proposal
+from underdraw.engine.scheduler import Scheduler
+from underdraw.engine.slot_batch import BatchParts
 from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.history import History, StepResult
 from underdraw.models.hub import HubOptions
@@ -245,11 +247,31 @@ class Pipeline(PipelineParts):
             self.prompts(request),
             self.sampler(request),
             guidance=request.guidance,
-            proposal=None if self.proposal == "auto" else cast(Proposal, self.proposal),
+            proposal=self._chosen_proposal,
             histories=histories,
             token_stats=token_stats,
             graphs=self.graphs,
         )
+
+    def scheduler(self, *, slots: int = 8, token_stats: TokenStatsMode = "skip") -> Scheduler:
+        """A scheduler that draws the images of many requests together, at most `slots` at once."""
+        return Scheduler(self, slots=slots, token_stats=token_stats)
+
+    def batch_parts(self, token_stats: TokenStatsMode = "skip") -> BatchParts:
+        """What a scheduler draws with."""
+        return BatchParts(
+            self.model.target,
+            Forced() if isinstance(self._tree, NoTree) else self.drafter,
+            self.verifier,
+            resolve_proposal(self.verifier, self._chosen_proposal),
+            token_stats,
+            self.graphs,
+            lambda images: self._resolve_tree(self._sample_request(images)),
+        )
+
+    @property
+    def _chosen_proposal(self) -> Proposal | None:
+        return None if self.proposal == "auto" else cast(Proposal, self.proposal)
 
     def interrupt(self) -> None:
         """End the running call after this pass; cells without a token are grey."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
@@ -122,19 +122,30 @@ class Sampler:
         CUDA graphs may read them.
         """
         self.seeds.copy_(seeds)
-        layout = self.layout
-        all_steps = torch.arange(layout.steps, device=self.device).expand(len(self), -1)
+        self.allocate_noise(streams)
+        self.compute_noise(range(len(self)))
+
+    def allocate_noise(self, streams: Sequence[NoiseStream], max_bytes: int | None = None) -> None:
+        """Allocate the noise tables that are not too large."""
+        max_bytes = MAX_TABLE_BYTES if max_bytes is None else max_bytes
         for stream in streams:
-            compute, width = (_uniform, _TABLE_UNIFORMS) if stream == "accept" else (gumbel, layout.vocab_size)
-            if (self.is_greedy and stream != "accept") or 4 * all_steps.numel() * width > MAX_TABLE_BYTES:
+            width = _TABLE_UNIFORMS if stream == "accept" else self.layout.vocab_size
+            shape = len(self), self.layout.steps, width
+            if (self.is_greedy and stream != "accept") or 4 * math.prod(shape) > max_bytes:
                 continue
             if stream not in self.noise_tables:
                 dtype = torch.float64 if stream == "accept" else torch.float32
-                self.noise_tables[stream] = torch.empty(*all_steps.shape, width, dtype=dtype, device=self.device)
-            chunk = max(1, _TABLE_CHUNK // (len(self) * width))
-            tables = self.noise_tables[stream].split(chunk, dim=1)
-            for table, steps in zip(tables, all_steps.split(chunk, dim=1), strict=True):
-                table.copy_(compute(self.seeds, steps, width, stream))
+                self.noise_tables[stream] = torch.empty(shape, dtype=dtype, device=self.device)
+
+    def compute_noise(self, images: Sequence[int]) -> None:
+        """Compute the noise tables of some images."""
+        index = torch.tensor(list(images), device=self.device)
+        all_steps = torch.arange(self.layout.steps, device=self.device).expand(len(index), -1)
+        for stream, table in self.noise_tables.items():
+            width = table.shape[-1]
+            compute = _uniform if stream == "accept" else gumbel
+            for steps in all_steps.split(max(1, _TABLE_CHUNK // (len(index) * width)), dim=1):
+                table[index[:, None], steps] = compute(self.seeds[index], steps, width, stream)
 
     def lookup_noise(self, stream: NoiseStream, steps: Tensor) -> Tensor:
         """Precomputed noise of steps (B, S): (B, S, V). Steps after the last one get its noise; nothing reads it."""
@@ -142,6 +153,11 @@ class Sampler:
         row = steps.clamp(0, self.layout.steps - 1)
         row = row + torch.arange(0, table.shape[0] * table.shape[1], table.shape[1], device=steps.device)[:, None]
         return table.flatten(0, 1).index_select(0, row.flatten()).view(*steps.shape, -1)
+
+    @property
+    def graph_key(self) -> Hashable:
+        """What a captured pass depends on besides the values of tensors."""
+        return ()
 
     @property
     def is_greedy(self) -> bool:
@@ -190,12 +206,7 @@ class Sampler:
         scaled = logits if self.temperature == 1 else logits * (1 / self.temperature)
         if self.top_k:
             scaled = topk_filter(scaled, self.top_k)
-        if self.top_p < 1:
-            descending, order = scaled.sort(dim=-1, descending=True)
-            probs = descending.softmax(-1)
-            is_cut = probs.cumsum(-1) - probs >= self.top_p
-            scaled = scaled.masked_fill(torch.zeros_like(is_cut).scatter(-1, order, is_cut), -torch.inf)
-        return scaled
+        return top_p_filter(scaled, self.top_p) if self.top_p < 1 else scaled
 
     def append_row_end(self, logits: Tensor, is_row_end: Tensor) -> Tensor:
         """Add the row end to the vocabulary, certain where it is forced and impossible elsewhere.
@@ -287,18 +298,39 @@ def _has_triton() -> bool:
 
 def _fits_kernel(values: Tensor) -> bool:
     """Whether the Triton top-k kernels can take these rows."""
-    is_short = values.dtype == torch.float32 and values.shape[-1] <= _KERNEL_MAX_VOCAB
-    return is_short and values.device.type == "cuda" and _has_triton()
+    return values.dtype == torch.float32 and has_topk_kernel(values.shape[-1], values.device)
 
 
-def topk_filter(values: Tensor, k: int) -> Tensor:
-    """Values (..., K) with -inf in place of everything below the k-th largest of the row."""
+def has_topk_kernel(columns: int, device: torch.device) -> bool:
+    """Whether the Triton top-k kernels run on a device and can take rows of so many values."""
+    return columns <= _KERNEL_MAX_VOCAB and device.type == "cuda" and _has_triton()
+
+
+def topk_filter(values: Tensor, k: int | Tensor, max_k: int | None = None) -> Tensor:
+    """Values (..., K) with -inf in place of everything below the k-th largest of the row.
+
+    A tensor k (B,) has one number for each of the B first indices, K to keep all; those below K are at most `max_k`.
+    """
     if _fits_kernel(values):
         from underdraw.kernels.topk import topk_filter as topk_filter_kernel
 
         return topk_filter_kernel(values, k)
-    kth = values.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    if isinstance(k, Tensor):
+        size = min(max_k or values.shape[-1], values.shape[-1])
+        index = (k - 1).clamp(0, size - 1).view(-1, *[1] * (values.dim() - 1)).expand(*values.shape[:-1], 1)
+        kth = values.topk(size, dim=-1).values.gather(-1, index)
+        kth = torch.where((k < values.shape[-1]).view(-1, *[1] * (values.dim() - 1)), kth, -torch.inf)
+    else:
+        kth = values.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     return values.masked_fill(values < kth, -torch.inf)
+
+
+def top_p_filter(values: Tensor, top_p: float | Tensor) -> Tensor:
+    """Values (..., K) with -inf in place of those behind the most probable ones that sum up to `top_p`."""
+    descending, order = values.sort(dim=-1, descending=True)
+    probs = descending.softmax(-1)
+    is_cut = probs.cumsum(-1) - probs >= top_p
+    return values.masked_fill(torch.zeros_like(is_cut).scatter(-1, order, is_cut), -torch.inf)
 
 
 def fast_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

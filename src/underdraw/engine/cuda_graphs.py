@@ -249,7 +249,9 @@ class GraphRunner(StepRunner):
         session_keys = (self.target.prepare(config), self.draft_session.prepare(config))
         # With a min_probability the size of the tree depends on values on the device.
         can_capture = not has_min_probability and None not in session_keys
-        packed = self._run(config, limits, (plan, bucket, *session_keys) if can_capture else None)
+        packed = self._run(
+            config, limits, (plan, bucket, self.sampler.graph_key, *session_keys) if can_capture else None
+        )
         accepted = unpack_from_host(packed.tolist(), self.token_stats)
         if self._grown_tree is not None:
             plans = grown_plans(self._grown_tree, plans)

@@ -17,6 +17,7 @@ from underdraw.engine.step import IDLE_PLAN, StepRunner
 from underdraw.engine.step import TokenStatsMode as TokenStatsMode
 from underdraw.errors import ConfigError
 from underdraw.history import History, StepResult, TokenStats
+from underdraw.plan import TreePlan
 from underdraw.protocols import Drafter, Prompt, Target, TreePolicy, Verifier
 from underdraw.sampling import Sampler
 from underdraw.tree import Proposal
@@ -46,52 +47,61 @@ def decode(
         raise ConfigError(f"{len(prompts)} prompts came with {len(sampler)} seeds; pass one seed per prompt.")
     check_guidance(guidance)
     proposal = resolve_proposal(verifier, proposal)
-    layout = sampler.layout
-    histories = [History(layout) for _ in prompts] if histories is None else histories
+    histories = [History(sampler.layout) for _ in prompts] if histories is None else histories
     _check_histories(histories, len(prompts), sampler)
     if graphs is None:
-        session = target.open(prompts, layout, guidance=guidance)
-        draft = drafter.open(prompts, layout, session.prefill, guidance=guidance)
+        session = target.open(prompts, sampler.layout, guidance=guidance)
+        draft = drafter.open(prompts, sampler.layout, session.prefill, guidance=guidance)
         runner = StepRunner(session, draft, verifier, sampler, proposal, token_stats)
     else:
         runner = graphs.open(target, drafter, verifier, prompts, sampler, guidance, proposal, token_stats)
-    _sample_first_tokens(runner, sampler, histories)
-    root_steps = [layout.start] * len(prompts)
-    index = 0
-    while not all(history.done for history in histories):
-        started = time.perf_counter()
-        active = [image for image, history in enumerate(histories) if not history.done]
-        plans = [IDLE_PLAN] * len(prompts)
-        for image in active:
-            plans[image] = policy.plan(histories[image], root_steps[image])
-        plans, accepted = runner.step(plans, root_steps)
-        seconds = time.perf_counter() - started
-        for image in active:
-            new = accepted[image]
-            step = StepResult(
-                index=index,
-                sequence=image,
-                start=root_steps[image],
-                accepted=len(new.ranks),
-                plan=plans[image],
-                tokens=new.tokens,
-                ranks=new.ranks,
-                seconds=seconds,
-                token_stats=new.token_stats,
-            )
-            histories[image].record(step)
-            root_steps[image] += len(new.tokens)
-            yield step
-        index += 1
-
-
-def _sample_first_tokens(runner: StepRunner, sampler: Sampler, histories: list[History]) -> None:
-    """Sample the first token of every image from the prefill and record it."""
     device = runner.session.prefill.logits.device
     if sampler.device != device:
         raise ConfigError(f"the sampler is on {sampler.device} and the model on {device}; put both on one device.")
-    first_tokens = runner.sample_first().tolist()
-    for history, seed, (token, *stats) in zip(histories, sampler.seeds.tolist(), first_tokens, strict=True):
+    sample_first_tokens(runner, histories, sampler.seeds.tolist())
+    root_steps = [sampler.layout.start] * len(prompts)
+    while not all(history.done for history in histories):
+        plans = [
+            IDLE_PLAN if history.done else policy.plan(history, step)
+            for history, step in zip(histories, root_steps, strict=True)
+        ]
+        yield from run_pass(runner, plans, histories, root_steps)
+
+
+def run_pass(
+    runner: StepRunner, plans: Sequence[TreePlan], histories: Sequence[History | None], root_steps: list[int]
+) -> list[StepResult]:
+    """Run one pass and record it in the histories of the images that have cells left; idle slots have none.
+
+    Moves the steps of their roots behind the new tokens.
+    """
+    started = time.perf_counter()
+    active = [(image, history) for image, history in enumerate(histories) if history is not None and not history.done]
+    grown_plans, accepted = runner.step(plans, root_steps)
+    seconds = time.perf_counter() - started
+    results = []
+    for image, history in active:
+        new = accepted[image]
+        step = StepResult(
+            index=history.passes,
+            sequence=image,
+            start=root_steps[image],
+            accepted=len(new.ranks),
+            plan=grown_plans[image],
+            tokens=new.tokens,
+            ranks=new.ranks,
+            seconds=seconds,
+            token_stats=new.token_stats,
+        )
+        history.record(step)
+        root_steps[image] += len(new.tokens)
+        results.append(step)
+    return results
+
+
+def sample_first_tokens(runner: StepRunner, histories: Sequence[History], seeds: Sequence[int]) -> None:
+    """Sample the first token of every image from the prefill and record it."""
+    for history, seed, (token, *stats) in zip(histories, seeds, runner.sample_first().tolist(), strict=True):
         history.seed = seed
         history.record_first(int(token), TokenStats(*stats) if stats else None)
 

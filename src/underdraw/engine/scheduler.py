@@ -11,21 +11,22 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
-from underdraw.engine.decode import resolve_proposal
+from underdraw.engine.slot_batch import BatchImage, BatchKey, SlotBatch
+from underdraw.engine.slot_sampler import SamplingParams
 from underdraw.engine.step import TokenStatsMode
 from underdraw.errors import ConfigError
 from underdraw.history import History, StepResult
-from underdraw.tree import Proposal
 
 if TYPE_CHECKING:
     from underdraw.pipeline import Pipeline
     from underdraw.request import GenerationRequest
 
 Status = Literal["waiting", "running", "finished", "cancelled", "failed"]
+_MAX_PREFILL = 8  # images that are prefilled between two passes while others run
 
 
 @dataclass(slots=True, eq=False)
@@ -75,15 +76,20 @@ class SchedulerStep:
 
 
 class Scheduler:
-    """Draws the images of many requests with one pipeline, `slots` of them at once."""
+    """Draws the images of many requests with one pipeline, at most `slots` of them at once.
+
+    The drafter, tree and verifier are those that the pipeline has when the scheduler is made.
+    """
 
     def __init__(self, pipe: Pipeline, *, slots: int = 8, token_stats: TokenStatsMode = "skip") -> None:
         if slots < 1:
             raise ConfigError(f"a scheduler of {slots} slots can draw nothing; use at least 1.")
         self.pipe, self.slots, self.token_stats = pipe, slots, token_stats
+        self._parts = pipe.batch_parts(token_stats)
         self._lock = threading.Lock()
         self._waiting: deque[ScheduledImage] = deque()
-        self._running: dict[ScheduledImage, Iterator[StepResult]] = {}
+        self._running: dict[BatchImage, ScheduledImage] = {}
+        self._batches: dict[BatchKey, SlotBatch] = {}
         self._cancelled: set[ScheduledImage] = set()
         self._closed = False
 
@@ -92,8 +98,7 @@ class Scheduler:
 
         May be called from any thread.
         """
-        model, proposal = self.pipe.model, self.pipe.proposal
-        resolve_proposal(self.pipe.verifier, None if proposal == "auto" else cast(Proposal, proposal))
+        model = self.pipe.model
         for text in request.prompts:
             model.check_prompt(text)
         layout, name = model.make_layout(request.size), request_id or uuid.uuid4().hex
@@ -127,51 +132,120 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def step(self) -> SchedulerStep:
-        """Admit waiting images into free slots, run one pass and retire images that ended."""
+        """Admit waiting images into free slots, run one pass and retire images that ended.
+
+        Images of different sizes, with and without guidance, or with and without noise, are in different batches: then
+        every batch runs one pass.
+        """
         ended, results = self._cancel_requested(), []
         ended += self._admit()
-        for image, steps in list(self._running.items()):
+        for key, batch in list(self._batches.items()):
+            if not batch.running:
+                continue
+            members = [image for image in batch.slots if image is not None]
             try:
-                result = next(steps, None)
-                if result is not None:
-                    results.append((image, result))
-            except Exception as error:
-                ended.append(self._end(image, "failed", error))
-            else:
+                step_results, failures = batch.step()
+            except Exception as error:  # of the pass itself: there is no way to tell whose it is
+                step_results, failures = [], [(image, error) for image in members]
+                del self._batches[key]
+            for image, result in step_results:
+                scheduled = self._running[image]
+                results.append((scheduled, replace(result, sequence=scheduled.index)))
                 if image.history.done:
-                    ended.append(self._end(image, "finished"))
+                    ended.append(self._end(scheduled, "finished"))
+            ended += [self._end(self._running[image], "failed", error) for image, error in failures]
         return SchedulerStep(results, ended)
 
     def close(self) -> None:
-        """Cancel everything and refuse new requests."""
+        """Cancel everything, free the memory and refuse new requests."""
         with self._lock:
             self._closed = True
-            self._cancelled.update(self._waiting, self._running)
+            self._cancelled.update(self._waiting, self._running.values())
         self._cancel_requested()
+        self._batches.clear()
 
     def _cancel_requested(self) -> list[ScheduledImage]:
+        """End the images that were cancelled since the last step."""
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
-            self._waiting = deque(image for image in self._waiting if image not in cancelled)
+            if cancelled:
+                self._waiting = deque(image for image in self._waiting if image not in cancelled)
+        for batch in self._batches.values() if cancelled else ():
+            batch.remove([image for image in batch.slots if image and self._running[image] in cancelled])
         return [self._end(image, "cancelled") for image in cancelled if not image.is_done]
 
     def _admit(self) -> list[ScheduledImage]:
-        """Start waiting images in free slots; returns those that failed."""
-        # Captured passes of one pipeline share their buffers, so they draw one image after another.
-        slots, failed = self.slots if self.pipe.graphs is None else 1, []
-        while len(self._running) < slots:
-            with self._lock:
-                if not self._waiting:
-                    break
-                image = self._waiting.popleft()
-            image.status, image.started_at = "running", time.perf_counter()
-            try:
-                self._running[image] = self.pipe.stream(image.request, [image.history], self.token_stats)
-            except Exception as error:
-                failed.append(self._end(image, "failed", error))
-        return failed
+        """Start waiting images in free slots, in order; returns those that ended already."""
+        ended: list[ScheduledImage] = []
+        budget = _MAX_PREFILL if self._running else self.slots
+        while budget > 0:
+            batch, images = self._take(budget)
+            if batch is None or not images:
+                break
+            budget -= len(images)
+            started, tokenized = time.perf_counter(), []
+            for image in images:
+                image.started_at = started
+                try:
+                    tokenized.append((image, self._tokenize(image)))
+                except Exception as error:
+                    ended.append(self._end(image, "failed", error))
+            ended += self._start(batch, tokenized)
+        return ended
+
+    def _take(self, most: int) -> tuple[SlotBatch | None, list[ScheduledImage]]:
+        """Take the first images off the queue that belong to one batch, as many as find a slot there, and the batch."""
+        with self._lock:
+            if not self._waiting:
+                return None, []
+            key = _batch_key(self._waiting[0])
+            batch = self._batches.get(key)
+            if batch is None:
+                batch = self._batches[key] = SlotBatch(self._parts, key, self.slots, self._free_idle_batches)
+            images: list[ScheduledImage] = []
+            room = min(most, batch.free, self.slots - len(self._running))
+            while self._waiting and len(images) < room and _batch_key(self._waiting[0]) == key:
+                images.append(self._waiting.popleft())
+            return batch, images
+
+    def _tokenize(self, image: ScheduledImage) -> BatchImage:
+        request = image.request
+        params = SamplingParams(image.seed, request.temperature, request.top_k, request.top_p)
+        return BatchImage(self.pipe.prompts(request)[0], params, request.guidance, image.history)
+
+    def _start(self, batch: SlotBatch, images: list[tuple[ScheduledImage, BatchImage]]) -> list[ScheduledImage]:
+        """Admit images to a batch; those without a slot go back to the queue. Returns those that ended already."""
+        if not images:
+            return []
+        try:
+            count = batch.admit([image for _, image in images])
+        except Exception as error:
+            if len(images) > 1:  # find out whose error it is
+                return [ended for image in images for ended in self._start(batch, [image])]
+            return [self._end(images[0][0], "failed", error)]
+        ended = []
+        for scheduled, image in images[:count]:
+            scheduled.status = "running"
+            self._running[image] = scheduled
+            if image.history.done:
+                batch.remove([image])
+                ended.append(self._end(scheduled, "finished"))
+        with self._lock:
+            for scheduled, _ in reversed(images[count:]):
+                scheduled.started_at = None
+                self._waiting.appendleft(scheduled)
+        return ended
+
+    def _free_idle_batches(self) -> None:
+        for key in [key for key, batch in self._batches.items() if not batch.slots or not batch.running]:
+            self._batches[key].free_memory()
 
     def _end(self, image: ScheduledImage, status: Status, error: Exception | None = None) -> ScheduledImage:
-        self._running.pop(image, None)
+        self._running = {running: owner for running, owner in self._running.items() if owner is not image}
         image.status, image.error, image.ended_at = status, error, time.perf_counter()
         return image
+
+
+def _batch_key(image: ScheduledImage) -> BatchKey:
+    request = image.request
+    return BatchKey(image.history.layout, is_guided=request.guidance != 1, is_greedy=request.temperature == 0)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from underdraw.history import TokenStats
 from underdraw.plan import TreePlan, covering_plan
-from underdraw.protocols import DrafterSession, DraftRequest, TargetSession, VerifiedStep, Verifier
+from underdraw.protocols import DrafterSession, DraftRequest, SlotSession, TargetSession, VerifiedStep, Verifier
 from underdraw.sampling import NoiseWindow, Sampler
 from underdraw.tree import DraftTree, Proposal, TreeLimits
 
@@ -65,6 +65,24 @@ class StepRunner:
             return self.root[:, None]
         stats = compute_token_stats(logits, torch.zeros_like(chosen), noise_window)
         return torch.cat([self.root[:, None].double(), stats], dim=1)
+
+    def copy_slots(self, source: StepRunner, source_slots: Sequence[int], slots: Sequence[int]) -> None:
+        """Overwrite images `slots` by images `source_slots` of another runner of the same parts, between passes."""
+        for mine, theirs in (
+            (self.session, source.session),
+            (self.draft, source.draft),
+            (self.sampler, source.sampler),
+        ):
+            assert isinstance(mine, SlotSession)
+            mine.copy_slots(theirs, source_slots, slots)
+        self.root[list(slots)] = source.root[list(source_slots)]
+        self.steps[list(slots)] = source.steps[list(source_slots)]
+        self._noise_window = None
+
+    def clear_slots(self, slots: Sequence[int]) -> None:
+        """Make images idle: they have no tokens left to sample. Their trees still need a valid root."""
+        self.steps[list(slots)] = self.sampler.layout.stop - 1
+        self.root[list(slots)] = self.sampler.layout.codes.start
 
     def step(
         self, requested_plans: Sequence[TreePlan], root_steps: Sequence[int]

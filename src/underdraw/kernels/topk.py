@@ -8,17 +8,20 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from underdraw.constants import constant
+
 _SIGN_BIT, _VALUE_BITS = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _topk_filter_kernel(x, out, columns, k, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _topk_filter_kernel(x, out, ks, columns, rows_per_k, C: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copy a row with -inf instead of every value below its k-th largest.
 
     Radix select: the bits of the k-th largest value are decided from the highest to the lowest, by counting how many
     values are at least as large as the candidate.
     """
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, C)
+    k = tl.load(ks + row // rows_per_k)
     value = tl.load(x + row * columns + c, mask=c < columns, other=float("-inf"))
     bits = value.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ _VALUE_BITS, bits)  # integers that sort like the floats
@@ -47,13 +50,18 @@ def _num_warps(columns: int) -> int:
     return min(max(triton.next_power_of_2(columns) // 1024, 4), 32)
 
 
-def topk_filter(x: Tensor, k: int) -> Tensor:
-    """Set everything below a row's k-th largest value to -inf: (..., K) float32 -> (..., K)."""
+def topk_filter(x: Tensor, k: int | Tensor) -> Tensor:
+    """Set everything below a row's k-th largest value to -inf: (..., K) float32 -> (..., K).
+
+    A tensor k (B,) has one number for each of the B first indices of x.
+    """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = torch.empty_like(rows)
     size = triton.next_power_of_2(x.shape[-1])
     with torch.cuda.device_of(x):
-        _topk_filter_kernel[(len(rows),)](rows, out, x.shape[-1], k, C=size, num_warps=_num_warps(size))
+        ks = k if isinstance(k, Tensor) else constant((k,), torch.int64, x.device)
+        per_k = len(rows) // len(ks)
+        _topk_filter_kernel[(len(rows),)](rows, out, ks, x.shape[-1], per_k, C=size, num_warps=_num_warps(size))
     return out.view(x.shape)
 
 

@@ -93,7 +93,11 @@ def _check_head(net: Transformer, layout: Layout) -> None:
 
 
 class DecoderSession(Capturable):
-    """Decodes B images in R = B rows, or 2 B with guidance. `tree_slots` are cache slots kept free for a tree."""
+    """Decodes B images in R = B rows, or 2 B with guidance.
+
+    `tree_slots` are cache slots kept free for a tree; a `prefill_only` session has none for the image either, and is
+    for `copy_slots`.
+    """
 
     @torch.no_grad()
     def __init__(
@@ -103,6 +107,8 @@ class DecoderSession(Capturable):
         layout: Layout,
         guidance: Guidance,
         tree_slots: int = MAX_NODES,
+        *,
+        prefill_only: bool = False,
     ) -> None:
         if not prompts:
             raise ConfigError("no prompts were given; a batch needs at least one.")
@@ -112,7 +118,7 @@ class DecoderSession(Capturable):
         self.guidance = guidance_scales(guidance, len(prompts), weight.device)  # (B, 1, 1), or 1
         _check_head(target.net, layout)
         rows = self._rows(prompts)
-        capacity = self._positions + tree_slots
+        capacity = max(self.lengths) if prefill_only else self._positions + tree_slots
         memory.check_fits(target.net.arch, len(prompts), self.copies, capacity, max(self.lengths), weight)
         self.decoder = CachedDecoder(target.net, len(self.lengths), capacity, target.numerics)
         self.cache = self.decoder.cache

@@ -1,0 +1,262 @@
+"""SlotBatch: images that run together, each entering and leaving at its own time.
+
+Images of one batch share the layout, and either all or none of them use guidance and noise; prompts, seeds and all
+other settings are their own. New images are prefilled in a session of their own and copied into free slots. The number
+of slots follows the number of images in few sizes: a larger or smaller batch is a copy of the running images.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from underdraw.engine.cuda_graphs import GraphCache, GraphRunner
+from underdraw.engine.decode import run_pass, sample_first_tokens
+from underdraw.engine.slot_sampler import SamplingParams, SlotSampler
+from underdraw.engine.step import IDLE_PLAN, StepRunner, TokenStatsMode
+from underdraw.errors import CapacityError
+from underdraw.history import History, StepResult
+from underdraw.layout import Layout
+from underdraw.nn.target import DecoderSession, DecoderTarget
+from underdraw.protocols import CapturableDraft, Drafter, EmptySlots, Prompt, SlotSession, TreePolicy, Verifier
+from underdraw.sampling import NoiseStream
+from underdraw.tree import Proposal
+
+log = logging.getLogger(__name__)
+_PROMPT_MULTIPLE = 128  # KV caches have room for prompts of a multiple of this
+_SHRINK_AFTER = 4  # passes with so few images that a smaller batch would hold them
+
+
+@dataclass(frozen=True, slots=True)
+class BatchParts:
+    """What all batches of a scheduler share."""
+
+    target: DecoderTarget
+    drafter: Drafter
+    verifier: Verifier
+    proposal: Proposal
+    token_stats: TokenStatsMode
+    graphs: GraphCache | None
+    resolve_policy: Callable[[int], TreePolicy]  # the tree policy for so many images at once
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKey:
+    """What the images of one batch have in common."""
+
+    layout: Layout
+    is_guided: bool
+    is_greedy: bool
+
+
+@dataclass(slots=True, eq=False)
+class BatchImage:
+    """An image of a batch."""
+
+    prompt: Prompt
+    params: SamplingParams
+    guidance: float
+    history: History
+    root_step: int = 0  # step of the last token, where the next tree starts
+
+
+def bucket_slots(images: int, max_slots: int, *, is_captured: bool) -> int:
+    """The number of slots for so many images: a power of 2, or 1.5 times one where passes are not captured."""
+    power = 1 << (images - 1).bit_length()
+    size = power * 3 // 4 if not is_captured and power >= 4 and power * 3 // 4 >= images else power
+    return min(size, max_slots)
+
+
+class SlotBatch:
+    """The running images of one key. `max_slots` is lowered when there is no memory for more."""
+
+    def __init__(
+        self, parts: BatchParts, key: BatchKey, max_slots: int, free_idle_batches: Callable[[], None] = lambda: None
+    ) -> None:
+        self.parts, self.key, self.max_slots, self._free_idle_batches = parts, key, max_slots, free_idle_batches
+        self.slots: list[BatchImage | None] = []
+        self.prompt_length = 0  # of the longest prompt that fits
+        self._runner: StepRunner | None = None
+        self._policy: TreePolicy | None = None
+        self._captured: dict[int, GraphRunner] = {}  # by number of slots, kept for later images
+        self._can_copy = True  # whether the drafter's sessions can copy images
+        self._passes_with_room = 0
+
+    @property
+    def running(self) -> int:
+        return sum(image is not None for image in self.slots)
+
+    @property
+    def free(self) -> int:
+        return max(self.max_slots - self.running, 0)
+
+    @torch.inference_mode()
+    def admit(self, images: Sequence[BatchImage]) -> int:
+        """Prefill images and give them slots; returns how many got one, the first of them.
+
+        After an error the running images are as they were.
+        """
+        runner = self._prefill(images) if self._can_copy else None
+        if runner is None or not isinstance(runner.draft, SlotSession):
+            return self._run_alone(images[0])
+        if not self._make_room(self.running + len(images), max(runner.session.prefill.host_lengths)):
+            return 0
+        self._sample_first(runner, images)
+        slots = [slot for slot, image in enumerate(self.slots) if image is None][: len(images)]
+        assert self._runner is not None
+        self._runner.copy_slots(runner, range(len(images)), slots)
+        for slot, image in zip(slots, images, strict=True):
+            self.slots[slot] = image
+        return len(images)
+
+    @torch.inference_mode()
+    def step(self) -> tuple[list[tuple[BatchImage, StepResult]], list[tuple[BatchImage, Exception]]]:
+        """Run one pass; returns its results, and the images that a policy failed for. Both lose their slots at the end.
+
+        An exception concerns all images.
+        """
+        self._shrink()
+        assert self._runner is not None and self._policy is not None
+        plans, failures = [IDLE_PLAN] * len(self.slots), []
+        for slot, image in enumerate(self.slots):
+            if image is not None:
+                try:
+                    plans[slot] = self._policy.plan(image.history, image.root_step)
+                except Exception as error:
+                    failures.append((image, error))
+        self.remove([image for image, _ in failures])
+        stop = self.key.layout.stop - 1
+        root_steps = [stop if image is None else image.root_step for image in self.slots]
+        histories = [None if image is None else image.history for image in self.slots]
+        if not self.running:
+            return [], failures
+        results = []
+        for result in run_pass(self._runner, plans, histories, root_steps):
+            image = self.slots[result.sequence]
+            assert image is not None
+            image.root_step = root_steps[result.sequence]
+            results.append((image, result))
+        self.remove([image for image, _ in results if image.history.done])
+        return results, failures
+
+    @torch.inference_mode()
+    def remove(self, images: Sequence[BatchImage]) -> None:
+        """Free the slots of images."""
+        slots = [slot for slot, image in enumerate(self.slots) if image in images]
+        for slot in slots:
+            self.slots[slot] = None
+        if self._runner is not None:
+            self._clear(self._runner, slots)
+
+    def _clear(self, runner: StepRunner, slots: Sequence[int]) -> None:
+        if not slots:
+            return
+        runner.clear_slots(slots)
+        assert isinstance(runner.session, DecoderSession) and isinstance(runner.sampler, SlotSampler)
+        runner.session.clear_slots(slots)
+        runner.sampler.clear_slots(slots)
+
+    def _prefill(self, images: Sequence[BatchImage], *, prefill_only: bool = True) -> StepRunner:
+        """A runner of some new images; with `prefill_only` it has no room for their tokens."""
+        parts, layout = self.parts, self.key.layout
+        prompts, guidance = [image.prompt for image in images], [image.guidance for image in images]
+        session = DecoderSession(parts.target, prompts, layout, guidance, prefill_only=prefill_only)
+        draft = parts.drafter.open(prompts, layout, session.prefill, guidance=guidance)
+        sampler = SlotSampler(layout, [image.params for image in images], session.prefill.logits.device)
+        return StepRunner(session, draft, parts.verifier, sampler, parts.proposal, parts.token_stats)
+
+    def _sample_first(self, runner: StepRunner, images: Sequence[BatchImage]) -> None:
+        sample_first_tokens(runner, [image.history for image in images], [image.params.seed for image in images])
+        for image in images:
+            image.root_step = self.key.layout.start
+
+    def _run_alone(self, image: BatchImage) -> int:
+        """Draw one image at a time, in the session that prefilled it."""
+        if self._can_copy:
+            log.warning(
+                "the drafter %s draws one image at a time: its sessions have no copy_slots(), which images that run "
+                "together but start at different times need.",
+                type(self.parts.drafter).__name__,
+            )
+            self._can_copy, self.max_slots = False, 1
+        self._runner = self._prefill([image], prefill_only=False)
+        self._policy = self.parts.resolve_policy(1)
+        self._sample_first(self._runner, [image])
+        self.slots = [image]
+        return 1
+
+    def _make_room(self, images: int, prompt_length: int) -> bool:
+        """Switch to a batch that holds so many images with prompts of this length; False if there is no memory."""
+        if images <= len(self.slots) and prompt_length <= self.prompt_length:
+            return True
+        if prompt_length > self.prompt_length:
+            self.prompt_length = -(-prompt_length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
+            self._captured.clear()
+        size = max(self._bucket(images), len(self.slots))
+        try:
+            self._switch(size)
+        except (CapacityError, torch.OutOfMemoryError):
+            if size == 1:
+                raise
+            self.max_slots = max(size // 2, self.running)
+            log.warning("there is no memory for %d images at once; drawing %d at once.", size, self.max_slots)
+            return False
+        return True
+
+    def _shrink(self) -> None:
+        """Switch to a smaller batch if that has been large enough for some passes."""
+        size = self._bucket(max(self.running, 1))
+        self._passes_with_room = self._passes_with_room + 1 if size < len(self.slots) else 0
+        if self._passes_with_room > _SHRINK_AFTER and self._can_copy:
+            self._switch(size)
+
+    def _bucket(self, images: int) -> int:
+        return bucket_slots(images, self.max_slots, is_captured=self.parts.graphs is not None)
+
+    def _switch(self, size: int) -> None:
+        """Copy the running images into the first slots of a batch of another size."""
+        runner = self._captured.get(size) or self._open_or_evict(size)
+        active = [slot for slot, image in enumerate(self.slots) if image is not None]
+        if active:
+            assert self._runner is not None
+            runner.copy_slots(self._runner, active, range(len(active)))
+        self._clear(runner, range(len(active), size))
+        self.slots = [self.slots[slot] for slot in active] + [None] * (size - len(active))
+        self._runner, self._policy, self._passes_with_room = runner, self.parts.resolve_policy(size), 0
+
+    def _open_or_evict(self, size: int) -> StepRunner:
+        """A new runner; if there is no memory for it, those that are not running are freed first."""
+        try:
+            return self._open(size)
+        except (CapacityError, torch.OutOfMemoryError):
+            self.free_memory()
+            self._free_idle_batches()
+            if self.parts.graphs is not None:
+                self.parts.graphs.runners.clear()
+            return self._open(size)
+
+    def free_memory(self) -> None:
+        """Free the buffers and captured passes that the running images do not use."""
+        self._captured.clear()
+        if not self.running:
+            self._runner, self.slots = None, []
+
+    def _open(self, size: int) -> StepRunner:
+        """A runner of empty slots, captured where possible."""
+        parts, layout, key = self.parts, self.key.layout, self.key
+        prompts, guidance = EmptySlots(size, self.prompt_length), 0.0 if key.is_guided else 1.0
+        session = DecoderSession(parts.target, prompts, layout, guidance)
+        draft = parts.drafter.open(prompts, layout, session.prefill, guidance=guidance)
+        params = [SamplingParams(temperature=0.0 if key.is_greedy else 1.0)] * size
+        sampler = SlotSampler(layout, params, session.prefill.logits.device)
+        rest = (parts.verifier, sampler, parts.proposal, parts.token_stats)
+        if parts.graphs is None or not isinstance(draft, CapturableDraft):
+            streams: tuple[NoiseStream, ...] = ("target", "draft") if parts.proposal == "sampled" else ("target",)
+            sampler.precompute_noise(sampler.seeds, streams)
+            return StepRunner(session, draft, *rest)
+        runner = GraphRunner(parts.graphs, session, draft, *rest, parts.drafter.proposes != "tree")
+        self._captured[size] = runner
+        return runner

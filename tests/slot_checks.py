@@ -33,9 +33,11 @@ def make_parts(
     )
 
 
-def make_image(layout: Layout, choose: random.Random, *, guided: bool, greedy: bool = False) -> BatchImage:
+def make_image(
+    layout: Layout, choose: random.Random, *, guided: bool, greedy: bool = False, length: int | None = None
+) -> BatchImage:
     """An image with random settings and a random prompt."""
-    prompt = tuple(choose.choice((38, 39)) for _ in range(choose.randrange(1, 9)))
+    prompt = tuple(choose.choice((38, 39)) for _ in range(length or choose.randrange(1, 9)))
     params = SamplingParams(
         seed=choose.randrange(10**6),
         temperature=0.0 if greedy else choose.choice((0.6, 1.0, 1.3)),
@@ -62,6 +64,10 @@ def plain_tokens(target: DecoderTarget, image: BatchImage) -> list[int]:
     return tokens[0].tolist()  # type: ignore[no-any-return]
 
 
+def open_batch(parts: BatchParts, layout: Layout, *, guided: bool, greedy: bool = False, slots: int = 4) -> SlotBatch:
+    return SlotBatch(parts, BatchKey(layout, guided, greedy), slots)
+
+
 def check_arrivals(
     parts: BatchParts,
     layout: Layout,
@@ -69,11 +75,12 @@ def check_arrivals(
     *,
     guided: bool,
     greedy: bool = False,
-    images: int = 10,
-    slots: int = 4,
+    images: int = 6,
+    slots: int = 3,
+    batch: SlotBatch | None = None,
 ) -> SlotBatch:
     """Random images arrive at random times, some are cancelled; the others have the tokens of plain decoding."""
-    batch = SlotBatch(parts, BatchKey(layout, guided, greedy), slots)
+    batch = batch or open_batch(parts, layout, guided=guided, greedy=greedy, slots=slots)
     waiting = [make_image(layout, choose, guided=guided, greedy=greedy) for _ in range(images)]
     everything, cancelled = list(waiting), []
     for _ in range(100 * layout.steps):

@@ -192,16 +192,14 @@ class SlotBatch:
         """Switch to a batch that holds so many images with prompts of this length; False if there is no memory."""
         if images <= len(self.slots) and prompt_length <= self.prompt_length:
             return True
-        if prompt_length > self.prompt_length:
-            self.prompt_length = -(-prompt_length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
-            self._captured.clear()
         size = max(self._bucket(images), len(self.slots))
+        rounded = -(-prompt_length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
         try:
-            self._switch(size)
+            self._switch(size, max(rounded, self.prompt_length))
         except (CapacityError, torch.OutOfMemoryError):
             if size == 1:
                 raise
-            self.max_slots = max(size // 2, self.running)
+            self.max_slots = max(-(-size // 2), self.running)
             log.warning("there is no memory for %d images at once; drawing %d at once.", size, self.max_slots)
             return False
         return True
@@ -211,32 +209,40 @@ class SlotBatch:
         size = self._bucket(max(self.running, 1))
         self._passes_with_room = self._passes_with_room + 1 if size < len(self.slots) else 0
         if self._passes_with_room > _SHRINK_AFTER and self._can_copy:
-            self._switch(size)
+            try:
+                self._switch(size, self.prompt_length)
+            except (CapacityError, torch.OutOfMemoryError):
+                self._passes_with_room = 0  # there is no memory for a copy: go on in this batch
 
     def _bucket(self, images: int) -> int:
         return bucket_slots(images, self.max_slots, is_captured=self.parts.graphs is not None)
 
-    def _switch(self, size: int) -> None:
+    def _switch(self, size: int, prompt_length: int) -> None:
         """Copy the running images into the first slots of a batch of another size."""
-        runner = self._captured.get(size) or self._open_or_evict(size)
+        if prompt_length > self.prompt_length:
+            self._captured.clear()  # their KV caches are too short
+        runner = self._captured.get(size) or self._open_or_evict(size, prompt_length)
         active = [slot for slot, image in enumerate(self.slots) if image is not None]
         if active:
             assert self._runner is not None
             runner.copy_slots(self._runner, active, range(len(active)))
         self._clear(runner, range(len(active), size))
         self.slots = [self.slots[slot] for slot in active] + [None] * (size - len(active))
-        self._runner, self._policy, self._passes_with_room = runner, self.parts.resolve_policy(size), 0
+        self._runner, self._policy = runner, self.parts.resolve_policy(size)
+        self.prompt_length, self._passes_with_room = prompt_length, 0
+        if isinstance(runner, GraphRunner):
+            self._captured[size] = runner
 
-    def _open_or_evict(self, size: int) -> StepRunner:
+    def _open_or_evict(self, size: int, prompt_length: int) -> StepRunner:
         """A new runner; if there is no memory for it, those that are not running are freed first."""
         try:
-            return self._open(size)
+            return self._open(size, prompt_length)
         except (CapacityError, torch.OutOfMemoryError):
             self.free_memory()
             self._free_idle_batches()
             if self.parts.graphs is not None:
                 self.parts.graphs.runners.clear()
-            return self._open(size)
+            return self._open(size, prompt_length)
 
     def free_memory(self) -> None:
         """Free the buffers and captured passes that the running images do not use."""
@@ -244,10 +250,10 @@ class SlotBatch:
         if not self.running:
             self._runner, self.slots = None, []
 
-    def _open(self, size: int) -> StepRunner:
+    def _open(self, size: int, prompt_length: int) -> StepRunner:
         """A runner of empty slots, captured where possible."""
         parts, layout, key = self.parts, self.key.layout, self.key
-        prompts, guidance = EmptySlots(size, self.prompt_length), 0.0 if key.is_guided else 1.0
+        prompts, guidance = EmptySlots(size, prompt_length), 0.0 if key.is_guided else 1.0
         session = DecoderSession(parts.target, prompts, layout, guidance)
         draft = parts.drafter.open(prompts, layout, session.prefill, guidance=guidance)
         params = [SamplingParams(temperature=0.0 if key.is_greedy else 1.0)] * size
@@ -257,6 +263,4 @@ class SlotBatch:
             streams: tuple[NoiseStream, ...] = ("target", "draft") if parts.proposal == "sampled" else ("target",)
             sampler.precompute_noise(sampler.seeds, streams)
             return StepRunner(session, draft, *rest)
-        runner = GraphRunner(parts.graphs, session, draft, *rest, parts.drafter.proposes != "tree")
-        self._captured[size] = runner
-        return runner
+        return GraphRunner(parts.graphs, session, draft, *rest, parts.drafter.proposes != "tree")

@@ -178,17 +178,26 @@ class PipelineParts:
 
     def _resolve_tree(self, request: GenerationRequest | None = None) -> TreePolicy:
         """The tree policy of a request; without one, of a request for one image."""
+        request = request or self._sample_request(1)
         return autotune.resolve_tree(
-            self._tree, self.drafter, lambda: self._workload(request or self._sample_request(1))
+            self._tree, self.drafter, lambda: self._workload(request), batch=len(request.prompts)
         )
 
-    def measure_costs(self, images: int = 1) -> autotune.PassCosts:
+    def tree_for_batch(self, images: int) -> TreePolicy:
+        """The tree policy for `images` images at once; under `auto`, windows shrink as batches grow."""
+        return self._resolve_tree(self._sample_request(images))
+
+    def measure_costs(self, images: int = 1) -> autotune.PassCosts | autotune.WindowCosts:
         """Measure anew what passes cost here with `images` at once, and store it for the `auto` tree."""
-        return autotune.measure_again(self._workload(self._sample_request(images)))
+        workload = self._workload(self._sample_request(images))
+        measure = autotune.measure_again if self.drafter.proposes == "tree" else autotune.measure_windows_again
+        return measure(workload)
 
     def _workload(self, request: GenerationRequest) -> autotune.Workload:
         """A decode like that of the request, for measuring costs."""
         batch = min(len(request.prompts), autotune.MAX_BATCH)
+        if self.graphs is None and self.drafter.proposes != "tree":
+            batch = 1  # passes of a batch take long on a CPU, and their cost is that of as many nodes in one image
         arch = self.model.target.net.arch
         layout, temperature = self.model.make_layout(request.size), request.temperature
         return autotune.Workload(

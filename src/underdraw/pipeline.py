@@ -82,12 +82,11 @@ class Pipeline(PipelineParts):
     ) -> Pipeline:
         """Load a checkpoint: "tiny", a folder or file, or an `owner/name` of the Hugging Face hub.
 
-        "auto" is what the checkpoint was saved with, or else its first drafter (`jacobi` if it has none), the `auto`
-        tree and `exact`. `torch_dtype` is another name of `dtype`. `compile` says how passes run on a GPU: captured as
-        CUDA graphs and replayed ("capture"), with "fastest" numerics compiled before that ("on"), or eagerly ("off");
-        "auto" is "on". `numerics` is "row-invariant" (the same seed gives the same image with every tree and batch) or
-        "fastest". The hub options are
-        `revision`, `token`, `cache_dir` and `local_files_only`.
+        "auto" is what the checkpoint was saved with, or else its first drafter (`jacobi-tree` if it has none), the
+        `auto` tree and `exact`. `torch_dtype` is another name of `dtype`. `compile` says how passes run on a GPU:
+        captured as CUDA graphs and replayed ("capture"), with "fastest" numerics compiled before that ("on"), or
+        eagerly ("off"); "auto" is "on". `numerics` is "row-invariant" (the same seed gives the same image with every
+        tree and batch) or "fastest". The hub options are `revision`, `token`, `cache_dir` and `local_files_only`.
         """
         placement = resolve_placement(device, dtype)
         if torch_dtype is not None:

@@ -130,6 +130,7 @@ policies: Registry[Any] = Registry(
         "adjacency": "underdraw.policies.adjacency:Adjacency",
         "cost": "underdraw.policies.cost:Cost",
         "trunk": "underdraw.policies.trunk:Trunk",
+        "budget": "underdraw.policies.budget:Budget",
     },
 )
 verifiers: Registry[Any] = Registry(

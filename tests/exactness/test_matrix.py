@@ -36,6 +36,7 @@ POLICIES = (
     "cost:plain=2,base=6,node=0.5,retry=3,nodes=24",
     "trunk:nodes=16",
     "trunk:nodes=40,init=both,rule=paper",
+    "budget:chain=1:10/4:10.5/8:12/24:30,tree=12:11/24:14",
 )
 DRAFTERS = (
     "eagle",

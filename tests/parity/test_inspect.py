@@ -60,7 +60,7 @@ def test_report_matches_the_loaded_model(request: pytest.FixtureRequest, name: s
     assert report.memory["float32"].weights == 4 * parameters == 2 * report.memory["bfloat16"].weights
     assert report.sizes == [str(size) for size in case.model.sizes]
     assert report.settings["guidance"] == case.model.defaults.guidance
-    assert report.bytes > 0 and report.drafters == ["jacobi"]
+    assert report.bytes > 0 and report.drafters == ["jacobi-tree"]
 
 
 def test_drafter_in_the_models_folder_is_reported(tmp_path: Path) -> None:

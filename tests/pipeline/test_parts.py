@@ -17,8 +17,10 @@ from underdraw.drafters.eagle import Eagle
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.errors import ConfigError, UnderdrawError
 from underdraw.policies.adjacency import Adjacency
+from underdraw.policies.budget import Budget, format_costs
 from underdraw.policies.cost import Cost
-from underdraw.policies.fixed import Chain
+from underdraw.policies.fixed import Chain, NoTree
+from underdraw.policies.trunk import Trunk
 from underdraw.verifiers.exact import Exact
 from underdraw.verifiers.lantern import Lantern
 
@@ -140,11 +142,19 @@ def test_lantern_table_comes_with_the_drafter(model_with_table: Path) -> None:
     assert isinstance(pipe.verifier, Lantern) and pipe.verifier.neighbours[0].tolist() == [1, 2, 3, 4, 5]  # type: ignore[index]
 
 
-def test_auto_tree_is_a_chain_for_jacobi(small_model: Path) -> None:
-    pipe = Pipeline.from_pretrained(small_model, drafter="jacobi")
-    assert pipe.tree == Chain(24) and pipe.tree_name == "auto"
+@pytest.mark.parametrize("drafter", ["jacobi", "jacobi-tree"])
+def test_auto_tree_of_jacobi_follows_measured_costs(
+    drafter: str, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNDERDRAW_CACHE", str(tmp_path))
+    pipe = Pipeline.from_pretrained(small_model, drafter=drafter)
+    assert isinstance(pipe.tree, Budget) and pipe.tree_name == "auto"
+    (costs,) = json.loads((tmp_path / "costs.json").read_text()).values()
+    assert pipe.tree.chain == format_costs(tuple(map(tuple, costs["chain"])))
+    assert bool(pipe.tree.tree) == bool(costs["tree"]) and not (drafter == "jacobi" and costs["tree"])
+    assert isinstance(pipe.tree_for_batch(64), Chain | NoTree | Trunk), "all images of a batch have trees of one size"
     pipe.tree = "chain:depth=3"
-    assert pipe.tree == Chain(3)
+    assert pipe.tree == pipe.tree_for_batch(64) == Chain(3)
 
 
 def test_auto_tree_of_a_trained_drafter_follows_measured_costs(

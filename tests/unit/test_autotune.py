@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toy_models
 
 from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.jacobi_tree import JacobiTree
 from underdraw.engine.autotune import (
     FixedPlan,
     PassCosts,
     Workload,
     build_tree,
     load_or_measure_costs,
+    load_or_measure_windows,
     measure,
     measure_again,
     read_costs,
+    read_windows,
     resolve_tree,
     tree_within_budget,
 )
 from underdraw.engine.cuda_graphs import EagerPass, GraphCache
+from underdraw.engine.window_costs import (
+    CPU_SIZES,
+    GPU_SIZES,
+    TREE_SIZES,
+    WindowCosts,
+    fastest,
+    interpolate,
+    measure_windows,
+)
+from underdraw.history import History, StepResult
+from underdraw.layout import Layout
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
+from underdraw.policies.budget import Budget, passes_per_token
 from underdraw.policies.cost import Cost
-from underdraw.policies.fixed import Chain
+from underdraw.policies.fixed import Chain, NoTree
 from underdraw.sampling import Sampler
 
 
@@ -85,7 +102,119 @@ def no_workload() -> Workload:
 def test_tree_is_resolved_without_costs_where_possible() -> None:
     assert build_tree("auto") is None and build_tree("chain:depth=3") == Chain(3)
     assert resolve_tree(Chain(3), Jacobi(), no_workload) == Chain(3)
-    assert resolve_tree(None, Jacobi(), no_workload) == Chain(24), "jacobi proposes chains"
+
+
+def window_workload(drafter: Any = None, *, captured: bool = False, batch: int = 1) -> Workload:
+    workload = make_workload(captured=captured)
+    seeds = range(batch)
+    sampler = Sampler(Layout(12, 12, toy_models.PLAIN.codes), seeds)
+    return replace(workload, drafter=drafter or JacobiTree(), prompts=toy_models.prompts(batch), sampler=sampler)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("drafter", [Jacobi(), JacobiTree()], ids=["jacobi", "jacobi-tree"])
+def test_costs_of_every_window_are_measured_and_stored(drafter: Any, captured: bool, tmp_path: Path) -> None:
+    workload, file = window_workload(drafter, captured=captured), tmp_path / "costs.json"
+    costs = load_or_measure_windows(workload, file)
+    assert [nodes for nodes, _ in costs.chain] == list(GPU_SIZES if captured else CPU_SIZES)
+    sizes = [nodes for nodes in TREE_SIZES if nodes in (GPU_SIZES if captured else CPU_SIZES)]
+    assert [nodes for nodes, _ in costs.tree] == (sizes if isinstance(drafter, JacobiTree) else [])
+    milliseconds = [ms for _, ms in costs.chain]
+    assert milliseconds[0] > 0 and milliseconds == sorted(milliseconds)
+    assert read_windows(workload.name, file) == costs
+    policy = resolve_tree(None, drafter, lambda: workload)
+    assert isinstance(policy, Budget)
+
+
+def test_pictures_smaller_than_a_window_leave_it_out() -> None:
+    workload = replace(window_workload(), sampler=Sampler(toy_models.PLAIN, (0,)))
+    costs = measure_windows(workload.run, has_trees=True, batch=1, is_captured=False)
+    cells = toy_models.PLAIN.stop - toy_models.PLAIN.start
+    assert [nodes for nodes, _ in costs.chain] == [nodes for nodes in CPU_SIZES if nodes < cells]
+    assert isinstance(costs.policy(), Budget)
+
+
+@dataclass
+class FakeRun:
+    """Passes that take as long as a table says, some of them slowed down by other work."""
+
+    milliseconds: Callable[[int], float]
+    slowdown: Callable[[int], float] = lambda index: 1.0
+    passes: int = 0
+
+    def __call__(self, policy: Any) -> Iterator[StepResult]:
+        history = History(Layout(64, 64, range(8)))
+        for step in range(4000):
+            plan = policy.plan(history, step)
+            self.passes += 1
+            seconds = self.milliseconds(plan.nodes) * self.slowdown(self.passes) / 1000
+            yield StepResult(step, 0, step, 0, plan, (0,), (), seconds)
+
+
+def test_busy_machine_is_noticed_and_costs_are_measured_again(tmp_path: Path) -> None:
+    def linear(nodes: int) -> float:
+        return 10 + nodes
+
+    quiet = measure_windows(FakeRun(linear), has_trees=True, batch=1, is_captured=False)
+    assert not quiet.is_busy and quiet.attempts == 1 and quiet.chain[-1] == (64, 74.0)
+    busy = FakeRun(linear, slowdown=lambda index: 1 + index % 2)
+    costs = measure_windows(busy, has_trees=True, batch=1, is_captured=False)
+    assert costs.is_busy and costs.attempts == 2 and not costs.is_final
+    assert fastest(costs, quiet).chain == quiet.chain and not fastest(costs, quiet).is_busy
+
+    workload, file = window_workload(), tmp_path / "costs.json"
+    file.write_text(json.dumps({workload.name: asdict(replace(costs, spread=9.0))}))
+    again = load_or_measure_windows(workload, file)
+    assert again.attempts > costs.attempts and again.chain[0][1] < costs.chain[0][1], "measured again"
+    file.write_text(json.dumps({workload.name: asdict(replace(quiet, chain=((1, 3.0), (8, 4.0))))}))
+    assert load_or_measure_windows(workload, file).chain == ((1, 3.0), (8, 4.0)), "costs of a quiet machine are kept"
+
+
+@pytest.mark.parametrize("content", ['{"chain": []}', '{"chain": [[1, 2]], "tree": [], "batch": 1, "spread": 1}', "3"])
+def test_damaged_window_costs_are_measured_again(content: str, tmp_path: Path) -> None:
+    workload, file = window_workload(), tmp_path / "costs.json"
+    file.write_text(f'{{"{workload.name}": {content}}}')
+    assert read_windows(workload.name, file) is None
+    assert len(load_or_measure_windows(workload, file).chain) > 1
+
+
+CPU = WindowCosts(tuple((n, 11.6 + 1.02 * n) for n in CPU_SIZES), tuple((n, 12.6 + 1.02 * n) for n in (32, 64)))
+H200_7B = WindowCosts(
+    ((1, 4.8), (8, 5.3), (16, 5.4), (32, 5.6), (64, 5.99), (128, 8.6)), ((32, 5.8), (64, 6.2), (128, 8.8))
+)
+
+
+def test_windows_shrink_as_batches_grow() -> None:
+    sizes = [nodes_of_policy(H200_7B.for_batch(batch).policy()) for batch in (2, 4, 8, 16, 64)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+    assert H200_7B.for_batch(2).chain[3] == (32, 5.99), "32 nodes of two images cost what 64 of one do"
+    assert H200_7B.for_batch(4).chain[-1] == (128, pytest.approx(8.6 + (8.6 - 5.99) / 64 * 384)), "a straight line"
+
+
+def nodes_of_policy(policy: Any) -> int:
+    return policy.plan(History(Layout(24, 24, range(8))), 0).nodes
+
+
+def test_costs_choose_between_plain_chain_and_tree() -> None:
+    policy = CPU.policy()
+    assert isinstance(policy, Budget)
+    easy, hard = policy.cheapest(0.05), policy.cheapest(0.2)
+    assert easy[0] > hard[0] and not hard[1], "few nodes where it is hard and every node costs"
+    assert H200_7B.policy().cheapest(0.15) == (64, True), "a tree of 64 nodes where they are nearly free"
+    dear = WindowCosts(tuple((n, 10.0 * n) for n in CPU_SIZES))
+    assert dear.policy().cheapest(0.5) == (1, False), "never slower than plain decoding"
+    assert isinstance(replace(dear, batch=2).policy(), NoTree)
+
+
+@pytest.mark.parametrize("costs", [CPU, H200_7B], ids=["cpu", "h200"])
+@pytest.mark.parametrize("difficulty", [0.05, 0.1, 0.15, 0.2, 0.4])
+def test_choice_is_within_three_percent_of_the_best_fixed_size(costs: WindowCosts, difficulty: float) -> None:
+    """Of all sizes between the measured ones too."""
+    nodes, is_tree = costs.policy().cheapest(difficulty)  # type: ignore[attr-defined]
+    chosen = interpolate(costs.tree if is_tree else costs.chain, nodes)
+    chosen *= passes_per_token(nodes, difficulty, is_tree=is_tree)
+    for size in range(2, 65):
+        assert chosen <= 1.03 * interpolate(costs.chain, size) * passes_per_token(size, difficulty)
 
 
 @pytest.mark.parametrize(("captured", "policy"), [(True, Adjacency), (False, Cost)])

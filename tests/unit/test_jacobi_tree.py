@@ -16,6 +16,7 @@ from test_trees import check_well_formed, nodes_of
 from torch import Tensor
 
 from underdraw.drafters.forced import Forced
+from underdraw.drafters.jacobi import Jacobi, JacobiSession
 from underdraw.drafters.jacobi_tree import JacobiTree, JacobiTreeSession
 from underdraw.drafters.online_calibration import OnlineCalibration
 from underdraw.drafters.trunk_tree import grow_trunk_tree
@@ -167,7 +168,7 @@ def test_candidates_are_the_best_tokens_of_the_pass_before() -> None:
     session, generator = session_of(LAYOUT), torch.Generator().manual_seed(0)
     logits = torch.randn(1, 4, 16, generator=generator)
     root, steps = torch.tensor([5]), torch.tensor([6])
-    _, verified = draft_and_commit(session, root, steps, [TreePlan(3, 1, 1, 4)], lambda tree: logits)
+    _, verified = draft_and_commit(session, root, steps, [TreePlan(3, 2, 2, 4)], lambda tree: logits)
     length = int(verified.accepted_path.length)
     scores = verified.noise_window.scores(logits, torch.arange(1, 5)[None])[0]
     for depth in range(length + 1, 4):
@@ -248,11 +249,29 @@ def test_fixed_shapes_take_the_candidates_of_their_ranks() -> None:
 
 
 @pytest.mark.parametrize("proposal", ["topk", "sampled"])
-def test_other_proposals_are_refused_in_one_sentence(proposal: Any) -> None:
+def test_other_proposals_draft_the_chain_of_jacobi(proposal: Any) -> None:
     window = Sampler(LAYOUT, [0]).noise_window(torch.tensor([0]), 4)
     request = DraftRequest(torch.tensor([5]), torch.tensor([0]), TreePlan(3, 2, 2, 8), window, proposal)
-    with pytest.raises(ConfigError, match=f"jacobi-tree cannot draft for the '{proposal}' proposal; use"):
-        session_of(LAYOUT).draft(request)
+    tree = session_of(LAYOUT).draft(request)
+    expected = JacobiSession(Jacobi(), LAYOUT, 1, torch.device("cpu")).draft(request)
+    assert torch.equal(tree.tokens, expected.tokens) and torch.equal(tree.parents, expected.parents)
+    assert (tree.q is None) == (proposal == "topk")
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, ROW_ENDS], ids=["plain", "row-ends"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_plans_without_branches_draft_what_jacobi_drafts(layout: Layout, temperature: float) -> None:
+    """Pass by pass the same accepted lengths, so the same guesses."""
+    target = TableTarget(random_tables(layout, seed=1)[0])
+    runs = [
+        decode_tokens(
+            target, drafter, policies.build("chain:depth=6"), Exact(), layout, range(20), temperature=temperature
+        )
+        for drafter in (JacobiTree(), Jacobi())
+    ]
+    assert (runs[0][0] == runs[1][0]).all()
+    for ours, theirs in zip(runs[0][1], runs[1][1], strict=True):
+        assert ours.accepted.tolist() == theirs.accepted.tolist() and ours.passes == theirs.passes
 
 
 @pytest.mark.parametrize("ranks", [0, 9])
@@ -406,7 +425,7 @@ def test_session_counts_accepted_depths_and_the_first_miss() -> None:
             values[0, node, chosen.get(depth, 15) - 4] = 50.0
         return values
 
-    draft_and_commit(session, torch.tensor([5]), torch.tensor([1]), [TreePlan(4, 1, 1, 5)], logits)
+    draft_and_commit(session, torch.tensor([5]), torch.tensor([1]), [TreePlan(4, 2, 2, 5)], logits)
     observed = session.calibration.counts[:, 0]
     assert observed[2, :3].tolist() == [1, 1, 0] and observed.sum() == 2
 

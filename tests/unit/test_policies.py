@@ -21,6 +21,7 @@ from underdraw.history import History, StepResult, TreeRecord
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
+from underdraw.policies.budget import Budget
 from underdraw.policies.confidence import Confidence
 from underdraw.policies.cost import Cost
 from underdraw.policies.fixed import Chain, NoTree
@@ -379,3 +380,46 @@ def test_trunk_defaults_suit_every_number_of_nodes(nodes: int, rule: str) -> Non
 def test_trunk_refuses_impossible_options(wrong: str) -> None:
     with pytest.raises(ConfigError):
         policies.build(f"trunk:{wrong}")
+
+
+# --------------------------------------------------------------------------------------------------------------- budget
+
+
+def filled(accepted: int, nodes: int, *, depth: int | None = None) -> History:
+    """A picture whose first two rows came from passes that all accepted as much."""
+    history = History(Layout(24, 24, range(8)))
+    history.record_first(0)
+    step = 0
+    while step < 48:
+        plan = TreePlan(nodes - 1 if depth is None else depth, 2, 1 if depth is None else 8, nodes)
+        history.record(StepResult(0, 0, step, accepted, plan, (0,) * (accepted + 1), (0,) * accepted, 0.0))
+        step += accepted + 1
+    return history
+
+
+def test_budget_drafts_far_where_the_row_above_was_easy_and_little_where_it_was_hard() -> None:
+    policy = Budget("1:11/6:17/12:24/18:30/24:36/32:45/64:77")
+    sizes = [policy.plan(filled(accepted, 24), 48).nodes for accepted in (0, 1, 3, 7, 15)]
+    assert sizes == sorted(sizes) and sizes[0] < 12 and sizes[-1] >= 24
+    assert policy.plan(History(Layout(24, 24, range(8))), 0).nodes in (12, 18), "the prior, where nothing is known"
+
+
+def test_budget_grows_trees_where_nodes_are_nearly_free() -> None:
+    policy = Budget("1:4.8/16:5.4/32:5.6/64:6/128:8.6", "32:5.8/64:6.2/128:8.8")
+    plan = policy.plan(filled(5, 64, depth=40), 60)
+    assert plan.nodes == 64 and plan.branch > 1 and plan == Trunk(64).plan(filled(5, 64, depth=40), 60)
+
+
+def test_budget_is_plain_decoding_where_nothing_else_pays_and_retries() -> None:
+    policy = Budget("1:10/8:40/16:60", retry=5)
+    history = filled(0, 8)
+    assert [policy.plan(history, step).nodes for step in range(60, 66)] == [8, 1, 1, 1, 1, 8]
+
+
+@pytest.mark.parametrize(
+    "text", ["budget:chain=8", "budget:chain=1:10", "budget:chain=1:10/8:0", "budget:tree=x:1", "budget:retry=0"]
+)
+def test_impossible_budgets_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"costs '|budget:"):
+        policies.build(text)
+    assert policies.build(policies.describe(Budget())) == Budget()

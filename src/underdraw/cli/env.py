@@ -84,13 +84,16 @@ def env(
 
 def measure_costs(pipe: Pipeline, batch: int) -> dict[str, Any]:
     """Time passes, store the costs for the tree `auto`, and return them in milliseconds."""
-    from underdraw.engine.autotune import costs_file
+    from underdraw.engine.autotune import WindowCosts, costs_file
 
     costs = pipe.measure_costs(batch)
+    facts = {"model": pipe.model.name, "drafter": pipe.drafter_name, "images": batch}
+    if isinstance(costs, WindowCosts):
+        sizes = {"chain_ms": costs.chain, "tree_ms": costs.tree}  # by nodes of a pass
+        by_nodes = {name: [f"{nodes}: {ms:g}" for nodes, ms in pairs] for name, pairs in sizes.items()}
+        return {**facts, "images": costs.batch, **by_nodes, "busy": costs.is_busy, "stored_in": str(costs_file())}
     return {
-        "model": pipe.model.name,
-        "drafter": pipe.drafter_name,
-        "images": batch,
+        **facts,
         "plain_ms": costs.plain,  # a pass without a tree
         "base_ms": costs.base,  # a pass with a tree, without its nodes and levels
         "node_ms": costs.node,

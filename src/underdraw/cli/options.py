@@ -34,8 +34,8 @@ Drafter = Annotated[
         "--drafter",
         metavar="DRAFTER",
         rich_help_panel=PARTS,
-        help="What drafts tokens: auto (what the model was saved with, else its own drafter, else jacobi), jacobi, "
-        "jacobi-tree, neighbour, a drafter's folder, or OWNER/NAME on the Hugging Face hub.",
+        help="What drafts tokens: auto (what the model was saved with, else its own, else jacobi-tree), "
+        "jacobi-tree, jacobi, neighbour, a drafter's folder, or OWNER/NAME on the Hugging Face hub.",
     ),
 ]
 Tree = Annotated[

@@ -3,7 +3,8 @@
 Every pass leaves logits at the nodes after the accepted path. Their context was partly wrong, but with the shared noise
 their best tokens are good candidates for the same steps in the next pass (see `jacobi`, which drafts a chain of them).
 Here each step keeps its best few candidates. The tree is a trunk of first candidates, long because guesses far ahead
-become right by being verified in several passes, and branches where the acceptance probabilities are highest.
+become right by being verified in several passes, and branches where the acceptance probabilities are highest. A plan
+without branches makes it the chain of `jacobi`, at the chain's cost.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from underdraw.constants import arange_cached, constant
+from underdraw.drafters.jacobi import Jacobi, JacobiSession
 from underdraw.drafters.online_calibration import MAX_RANKS, OnlineCalibration
 from underdraw.drafters.trunk_tree import grow_trunk_tree
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.plan import MAX_NODES, TreeShape
+from underdraw.plan import MAX_NODES, TreePlan, TreeShape
 from underdraw.protocols import CapturableDraft, DraftRequest, Guidance, PrefillOutput, Prompt, VerifiedStep
 from underdraw.sampling import fast_topk
-from underdraw.tree import DraftTree, ancestor_mask, root_only
+from underdraw.tree import DraftTree, ancestor_mask, chain, root_only
 
 _LARGE = 1e30  # stands for infinite logits; sums of a few stay finite
 _IMPOSSIBLE = 1e20  # a gap that only infinite logits leave
@@ -33,7 +35,10 @@ _IMPOSSIBLE = 1e20  # a gap that only infinite logits leave
 
 @dataclass(frozen=True, slots=True)
 class JacobiTree:
-    """The best `ranks` candidates of every step are kept; a plan's depth is the length of the trunk."""
+    """The best `ranks` candidates of every step are kept; a plan's depth is the length of the trunk.
+
+    Trees need the shared noise of the `coupled` proposal. For the other proposals, chains are drafted as by `jacobi`.
+    """
 
     proposes: ClassVar[Literal["trunk"]] = "trunk"
 
@@ -56,9 +61,9 @@ class _Drafted:
     rows: Tensor  # (B, D + 2) rows of the tables: the steps of depths 0 (the root) to D + 1
     tokens: Tensor  # (B, D + 2, k)
     stays: Tensor  # (B, D + 2) passes for which the first candidate has stayed the same
-    prior: Tensor  # (B, D + 1, k + 1) of the calibration, depths 0 to D
-    buckets: Tensor  # (B, D + 1) of the calibration
     is_forced: Tensor | None  # (B, D + 1) row ends, in layouts that have them
+    prior: Tensor | None = None  # (B, D + 1, k + 1) of the calibration, depths 0 to D; None for chains
+    buckets: Tensor | None = None  # (B, D + 1) of the calibration
 
 
 class JacobiTreeSession(CapturableDraft):
@@ -82,6 +87,7 @@ class JacobiTreeSession(CapturableDraft):
         # (B, 1) row of step 0 of each image.
         self._first_rows = torch.arange(layout.row_stride, count, room, device=device)[:, None]
         self._drafted: _Drafted | None = None
+        self._other_proposals: JacobiSession | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -95,28 +101,37 @@ class JacobiTreeSession(CapturableDraft):
         if len(prompts) != len(self._first_rows):
             return False
         self._clear()
-        return True
+        return self._other_proposals is None or self._other_proposals.restart(prompts, prefill)
 
     def copy_slots(self, source: JacobiTreeSession, source_slots: Sequence[int], slots: Sequence[int]) -> None:
         for mine, theirs in ((self.candidates, source.candidates), (self.gaps, source.gaps)):
             table, source_table = (t[:-1].unflatten(0, (-1, self._room)) for t in (mine, theirs))
             table[list(slots)] = source_table[list(source_slots)]
         self.calibration.merge(source.calibration)
+        if source._other_proposals is not None:
+            self._chains(len(self._first_rows)).copy_slots(source._other_proposals, source_slots, slots)
+
+    def _chains(self, batch: int) -> JacobiSession:
+        """What drafts for other proposals than `coupled`."""
+        if self._other_proposals is None:
+            drafter = Jacobi(window=MAX_NODES - 1)
+            self._other_proposals = JacobiSession(drafter, self.layout, batch, self.gaps.device)
+        return self._other_proposals
 
     def draft(self, request: DraftRequest) -> DraftTree:
         if request.proposal != "coupled":
-            raise ConfigError(
-                f"the drafter jacobi-tree cannot draft for the {request.proposal!r} proposal; use the exact verifier "
-                "with the 'coupled' proposal, or the drafter jacobi."
-            )
+            return self._chains(len(request.root)).draft(request)
         plan, limits, device = request.plan, request.limits, request.root.device
         self._drafted = drafted = self._look_up(request)
+        tokens = drafted.tokens[:, :-1]
         if plan.depth == 0:
             return root_only(request.root)
-        tokens = drafted.tokens[:, :-1]
+        if _is_chain(plan):
+            return chain(tokens[..., 0], None if limits is None else limits.depth)
         if plan.shape is not None:
             return self._fill_shape(request, plan.shape, tokens)
         branch = min(plan.branch, self.ranks)
+        assert drafted.prior is not None and drafted.buckets is not None
         log_probs = self.calibration.log_probs(drafted.prior, drafted.buckets)[..., :branch]
         if limits is None:
             trunk, nodes = (constant((count,), torch.int64, device) for count in (plan.depth, plan.nodes))
@@ -136,16 +151,17 @@ class JacobiTreeSession(CapturableDraft):
         self.candidates[:, 0].scatter_(0, root_rows[:, 0], request.root)
         rows = root_rows + depths
         candidates = self.candidates.index_select(0, rows.flatten()).view(*rows.shape, -1)
-        gaps = self.gaps.index_select(0, rows[:, :-1].flatten()).view(len(rows), depth + 1, -1)
         tokens, stays, is_forced = candidates[..., :-1], candidates[..., -1], None
         first = self._first_candidates(root_rows, root, depth + 1)
         if layout.row_end is not None:
             is_forced = layout.is_row_end(request.steps[:, None] + depths) & (depths > 0)
             first, is_forced = torch.where(is_forced, layout.row_end, first), is_forced[:, :-1]
         tokens[..., 0] = first
+        if _is_chain(request.plan):
+            return _Drafted(rows, tokens, stays, is_forced)
+        gaps = self.gaps.index_select(0, rows[:, :-1].flatten()).view(len(rows), depth + 1, -1)
         buckets = self.calibration.buckets(stays[:, :-1])
-        prior = self.calibration.prior(gaps, buckets, is_forced)
-        return _Drafted(rows, tokens, stays, prior, buckets, is_forced)
+        return _Drafted(rows, tokens, stays, is_forced, self.calibration.prior(gaps, buckets, is_forced), buckets)
 
     def _first_candidates(self, root_rows: Tensor, root: Tensor, depth: int) -> Tensor:
         """The first candidates of depths 0 to `depth` (B, depth + 1): verified, else those above, else the root."""
@@ -181,24 +197,49 @@ class JacobiTreeSession(CapturableDraft):
 
     def commit(self, verified: VerifiedStep) -> None:
         """Keep the target's best tokens at the nodes of each depth as the candidates of the step after them."""
+        if self._other_proposals is not None:
+            self._other_proposals.commit(verified)
+            return
         assert self._drafted is not None, "trees are drafted before they are verified"
         drafted, counts = self._drafted, verified.counts[:, None]
-        depths = arange_cached(drafted.prior.shape[1], counts.device)  # 0 to D
-        chosen = _chosen_tokens(verified, len(depths))
-        is_chosen = drafted.tokens[:, 1:-1] == chosen[:, :-1, None]
-        is_observed = depths[:-1] < counts
-        if drafted.is_forced is not None:
-            is_observed = is_observed & ~drafted.is_forced[:, 1:]
-        self.calibration.observe(drafted.prior[:, 1:], drafted.buckets[:, 1:], is_chosen, is_observed)
-
-        indices, gaps, has_node = _candidates_by_depth(verified, len(depths), self.ranks)
-        tokens = self.layout.token_ids(indices).masked_fill(gaps == torch.inf, -1)
-        tokens[..., 0] = first = torch.where(depths < counts, chosen, tokens[..., 0])
-        stays = torch.where(first == drafted.tokens[:, 1:, 0], drafted.stays[:, 1:] + 1, 1)
+        depths = arange_cached(drafted.rows.shape[1] - 1, counts.device)  # 0 to D
+        if drafted.prior is None:
+            tokens, gaps, has_node = self._chain_candidates(verified, len(depths))
+        else:
+            self._observe(drafted, verified, depths)
+            indices, gaps, has_node = _candidates_by_depth(verified, len(depths), self.ranks)
+            tokens = self.layout.token_ids(indices).masked_fill(gaps == torch.inf, -1)
+            tokens[..., 0] = torch.where(depths < counts, _chosen_tokens(verified, len(depths)), tokens[..., 0])
+        stays = torch.where(tokens[..., 0] == drafted.tokens[:, 1:, 0], drafted.stays[:, 1:] + 1, 1)
         # Steps after depths without nodes keep their candidates: theirs go to the last row, which is not used.
         rows = torch.where(has_node, drafted.rows[:, 1:], self.candidates.shape[0] - 1).flatten()
         self.candidates.index_copy_(0, rows, torch.cat([tokens, stays[..., None]], dim=-1).flatten(0, 1))
         self.gaps[:, :-1].index_copy_(0, rows, gaps.flatten(0, 1))
+
+    def _observe(self, drafted: _Drafted, verified: VerifiedStep, depths: Tensor) -> None:
+        """Let the calibration count which candidates the target chose."""
+        assert drafted.prior is not None and drafted.buckets is not None
+        is_chosen = drafted.tokens[:, 1:-1] == _chosen_tokens(verified, len(depths))[:, :-1, None]
+        is_observed = depths[:-1] < verified.counts[:, None]
+        if drafted.is_forced is not None:
+            is_observed = is_observed & ~drafted.is_forced[:, 1:]
+        self.calibration.observe(drafted.prior[:, 1:], drafted.buckets[:, 1:], is_chosen, is_observed)
+
+    def _chain_candidates(self, verified: VerifiedStep, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The target's choice after each node of a chain as the only candidate; see `_candidates_by_depth`."""
+        depths, chosen = verified.tree.depths[:, :count], verified.accepted_path.chosen
+        if chosen is None:
+            logits = verified.output.logits[:, :count]
+            chosen = self.layout.token_ids(verified.noise_window.sample(logits, depths + 1))
+        tokens = chosen[:, :count, None].expand(-1, -1, self.ranks).clone()
+        tokens[..., 1:] = -1
+        gaps = torch.zeros(tokens.shape, device=tokens.device)
+        gaps[..., 1:] = torch.inf
+        return tokens, gaps, depths >= 0
+
+
+def _is_chain(plan: TreePlan) -> bool:
+    return plan.branch == 1 and plan.shape is None
 
 
 @functools.cache  # unbounded: CUDA graphs keep reading these tensors

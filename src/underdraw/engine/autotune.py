@@ -1,8 +1,10 @@
 """Resolve the `auto` tree policy from what passes cost on this machine.
 
-The cost model is linear in the nodes and levels of a tree. Captured passes come in few bucket sizes, so the cost of
-each bucket is measured by itself. Measuring runs the decoding loop for a few passes at several tree sizes, discards the
-tokens, and stores the costs in `costs.json` of the cache folder, once for a model, drafter, batch size and machine.
+Jacobi drafters: `window_costs` measures passes of every size, and the policy `budget` chooses among them. Trained
+drafters: the cost model is linear in the nodes and levels of a tree; captured passes come in few bucket sizes, so the
+cost of each bucket is measured by itself. Measuring runs the decoding loop for a few passes at several tree sizes,
+discards the tokens, and stores the costs in `costs.json` of the cache folder, once for a model, drafter, batch size and
+machine, or again if the machine was busy.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import logging
 import math
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,14 +24,15 @@ import torch
 from underdraw.drafters.forced import Forced
 from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.decode import collect_passes, decode
+from underdraw.engine.window_costs import WindowCosts as WindowCosts
+from underdraw.engine.window_costs import fastest, measure_windows
 from underdraw.errors import ConfigError
-from underdraw.history import History
+from underdraw.history import History, StepResult
 from underdraw.io import atomic_write_json, cache_dir, read_json_object
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.cost import Cost
-from underdraw.policies.fixed import Chain, NoTree
-from underdraw.policies.trunk import Trunk
+from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Drafter, Prompt, Target, TreePolicy
 from underdraw.registry import policies
 from underdraw.sampling import Sampler
@@ -37,9 +40,7 @@ from underdraw.verifiers.exact import Exact
 
 log = logging.getLogger(__name__)
 AUTO = "auto"
-CHAIN_DEPTH = 24  # of drafters whose guesses are all there at once
-CPU_TRUNK_NODES, GPU_TRUNK_NODES = 32, 64  # nodes of a tree with a trunk under `auto`
-MAX_BATCH = 4  # larger batches use the costs of this one
+MAX_BATCH = 4  # larger batches use the costs of this one, scaled for Jacobi drafters
 SLOWDOWN = 1.25  # the largest ratio of a pass with a tree to a plain pass
 LEVEL_ACCEPTANCE = 0.7  # probability that a level's best node is accepted if the one above it was; see docs/lab.md
 _SMALL, _DEEP, _WIDE = TreePlan(2, 1, 1, 3), TreePlan(8, 1, 1, 9), TreePlan(2, 6, 6, 27)
@@ -83,6 +84,12 @@ class Workload:
     guidance: float
     graphs: GraphCache | None = None
 
+    def run(self, policy: TreePolicy) -> Iterator[StepResult]:
+        """Decode with the drafter; the results of the first image."""
+        parts = (self.target, self.drafter, policy, Exact(), self.prompts, self.sampler)
+        steps = decode(*parts, guidance=self.guidance, graphs=self.graphs)
+        return (step for step in steps if step.sequence == 0)
+
     def pass_ms(self, drafter: Drafter, policy: TreePolicy, graphs: GraphCache | None) -> float:
         """Median milliseconds of a pass, after warm-up."""
         warmup = _WARMUP if graphs is None else _WARMUP_CAPTURED
@@ -106,20 +113,65 @@ def build_tree(spec: str | TreePolicy) -> TreePolicy | None:
     return None if isinstance(spec, str) and spec == AUTO else policies.build(spec)
 
 
-def resolve_tree(policy: TreePolicy | None, drafter: Drafter, workload: Callable[[], Workload]) -> TreePolicy:
-    """`policy`; if it is None (`auto`), a chain or trunk of a fixed size, or a tree of the size that pays."""
+def resolve_tree(
+    policy: TreePolicy | None, drafter: Drafter, workload: Callable[[], Workload], batch: int | None = None
+) -> TreePolicy:
+    """`policy`; if it is None (`auto`), the one that is fastest by measured costs for `batch` images at once.
+
+    `batch` defaults to the workload's. Costs of Jacobi drafters are scaled to it, so windows shrink as batches grow.
+    """
     if policy is not None:
         return policy
-    if drafter.proposes == "chain":
-        return Chain(CHAIN_DEPTH)
     work = workload()
-    if drafter.proposes == "trunk":
-        return Trunk(nodes=CPU_TRUNK_NODES if work.graphs is None else GPU_TRUNK_NODES)
-    costs = load_or_measure_costs(work)
-    log.debug("costs of passes: %s", costs)
+    if drafter.proposes != "tree":
+        costs = load_or_measure_windows(work)
+        log.debug("costs of windows: %s", costs)
+        return costs.for_batch(batch or len(work.prompts)).policy()
+    linear = load_or_measure_costs(work)
+    log.debug("costs of passes: %s", linear)
     if work.graphs is not None:
-        return tree_within_budget(costs)
-    return Cost(costs.plain, costs.base, costs.node, costs.level)
+        return tree_within_budget(linear)
+    return Cost(linear.plain, linear.base, linear.node, linear.level)
+
+
+def load_or_measure_windows(workload: Workload, file: Path | None = None) -> WindowCosts:
+    """The costs of chains and trees by size, measured unless they are stored; those of a busy machine are replaced."""
+    stored = read_windows(workload.name, file)
+    return stored if stored is not None and stored.is_final else measure_windows_again(workload, file, stored)
+
+
+def measure_windows_again(
+    workload: Workload, file: Path | None = None, stored: WindowCosts | None = None
+) -> WindowCosts:
+    """Measure the costs of chains and trees by size and store them, together with what is kept of `stored`."""
+    costs = measure_windows(
+        workload.run,
+        has_trees=workload.drafter.proposes == "trunk",
+        batch=len(workload.prompts),
+        is_captured=workload.graphs is not None,
+    )
+    if stored is not None:
+        costs = fastest(stored, costs)
+    if not costs.is_final:
+        log.info("the machine was busy while costs of passes were measured; the next process measures them again.")
+    _store(workload.name, asdict(costs), file or costs_file(), logging.INFO)
+    return costs
+
+
+def read_windows(name: str, file: Path | None = None) -> WindowCosts | None:
+    """The stored costs of Jacobi chains and trees of `Workload.name`, if there are any."""
+    file = file or costs_file()
+    row = _read_stored(file).get(name)
+    if row is None:
+        return None
+    try:
+        chain, tree = (tuple((int(size), float(ms)) for size, ms in row[key]) for key in ("chain", "tree"))
+        costs = WindowCosts(chain, tree, int(row["batch"]), float(row["spread"]), int(row["attempts"]))
+        costs.policy()  # checks the values
+        return costs
+    except (ValueError, KeyError, TypeError, OverflowError, ConfigError) as error:
+        log.warning("the costs of %s in %s are damaged (%s); measuring again", name, file, error)
+        return None
 
 
 def tree_within_budget(costs: PassCosts) -> TreePolicy:
@@ -144,13 +196,17 @@ def load_or_measure_costs(workload: Workload, file: Path | None = None) -> PassC
 def measure_again(workload: Workload, file: Path | None = None) -> PassCosts:
     """Measure the costs of a workload and store them; the log says where."""
     costs = measure(workload)
-    file = file or costs_file()
+    _store(workload.name, asdict(costs), file or costs_file())
+    return costs
+
+
+def _store(name: str, entry: dict[str, Any], file: Path, level: int = logging.WARNING) -> None:
+    """Add an entry to the file of costs; the log says where it is."""
     try:
-        _write_costs(workload.name, costs, file)
-        log.warning("measured what passes cost on this machine and stored it in %s", file)
+        atomic_write_json(file, {**_read_stored(file), name: entry})
+        log.log(level, "measured what passes cost on this machine and stored it in %s", file)
     except (OSError, ConfigError) as error:
         log.warning("measured what passes cost on this machine; %s cannot be written (%s)", file, error)
-    return costs
 
 
 def measure(workload: Workload) -> PassCosts:
@@ -210,10 +266,6 @@ def _read_stored(file: Path) -> dict[str, Any]:
         with suppress(OSError):
             file.replace(aside)
         return {}
-
-
-def _write_costs(name: str, costs: PassCosts, file: Path) -> None:
-    atomic_write_json(file, {**_read_stored(file), name: asdict(costs)})
 
 
 def device_name() -> str:

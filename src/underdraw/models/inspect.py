@@ -109,8 +109,8 @@ def inspect(checkpoint: Checkpoint) -> Report:
         sizes=[str(size) for size in spec.sizes],
         settings=asdict(spec.defaults),
         memory=_estimate_memory(spec),
-        drafters=[*shipped, *published] or ["jacobi"],
-        note="" if shipped or published else "no trained drafter is published for it; jacobi needs no weights",
+        drafters=[*shipped, *published] or ["jacobi-tree"],
+        note="" if shipped or published else "no trained drafter is published for it; jacobi-tree needs no weights",
         **_count_files(checkpoint),
     )
 

@@ -132,9 +132,9 @@ def load_drafter_by_name(spec: str | Drafter, model: LoadedModel) -> LoadedDraft
     shipped = {path.name: path for path in model.drafter_folders}
     name = spec
     if spec == "auto":
-        name = next(iter(shipped), "jacobi")
+        name = next(iter(shipped), "jacobi-tree")
         if not shipped:
-            log.warning("%s comes without a drafter; drafting with jacobi, which needs no weights.", model.name)
+            log.warning("%s comes without a drafter; drafting with jacobi-tree, which needs no weights.", model.name)
     if name not in shipped and parse(name).name in drafters.names():
         return LoadedDrafter(name, drafters.build(name))
     source = shipped.get(name, name)

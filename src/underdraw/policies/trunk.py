@@ -70,7 +70,7 @@ class Trunk:
         if self.init == "random":  # keyed by seed and step, so that the policy stays a pure function
             shortest, longest = self._bounds()
             return float(np.random.default_rng((history.seed, step)).integers(shortest, longest + 1))
-        parts = self._neighbourhood(history, step)
+        parts = neighbourhood(history, step, self.init)
         if self.init == "fixed" or not parts:
             return self.base if self.init == "fixed" and self.base is not None else 0.625 * self.nodes
         if self.rule == "linear":
@@ -80,16 +80,6 @@ class Trunk:
         depths = history.depth[cells]
         accepted_share = float((history.accepted[cells] / np.maximum(depths, 1)).mean())
         return float(depths.mean()) + (self.step if accepted_share >= self.beta else -self.step)
-
-    def _neighbourhood(self, history: History, step: int) -> list[NDArray[np.int64]]:
-        """Steps that trees have filled, in parts of equal weight; `step` is the root's."""
-        stride = history.layout.row_stride
-        above, left = range(step + 1 - stride, step + 1), range(step + 1 - min(_LEFT, stride), step + 1)
-        above_right = above[: max(stride // 2, 1)]
-        named = {"above": [above], "left": [left], "above-right": [above_right], "both": [above_right, left]}
-        parts = [np.arange(max(part.start, 0), part.stop) for part in named.get(self.init, [range(step, step + 1)])]
-        parts = [part[history.pass_index[part] >= 0] for part in parts]
-        return [part for part in parts if len(part)]
 
     def _base(self) -> float:
         return 0.1875 * self.nodes if self.base is None else self.base
@@ -101,3 +91,14 @@ class Trunk:
         """The shortest and the longest trunk."""
         longest = max(1, self.nodes - self.nodes // 16 - 1) if self.longest is None else self.longest
         return min(max(1, self.nodes // 5), longest) if self.shortest is None else self.shortest, longest
+
+
+def neighbourhood(history: History, step: int, init: str) -> list[NDArray[np.int64]]:
+    """Steps near the next cell that trees have filled, in parts of equal weight; `step` is the root's."""
+    stride = history.layout.row_stride
+    above, left = range(step + 1 - stride, step + 1), range(step + 1 - min(_LEFT, stride), step + 1)
+    above_right = above[: max(stride // 2, 1)]
+    named = {"above": [above], "left": [left], "above-right": [above_right], "both": [above_right, left]}
+    parts = [np.arange(max(part.start, 0), part.stop) for part in named.get(init, [range(step, step + 1)])]
+    parts = [part[history.pass_index[part] >= 0] for part in parts]
+    return [part for part in parts if len(part)]

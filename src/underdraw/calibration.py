@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from underdraw.constants import constant
+from underdraw.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,13 @@ class Calibration:
     slope: float = 1.0
     biases: tuple[float, ...] = (0.0,)
     miss: float = 0.05
+
+    def __post_init__(self) -> None:
+        values = (self.slope, *self.biases, self.miss)
+        if not self.biases or not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+            raise ConfigError(f"{self} has values that are not finite numbers; fit it again.")
+        if self.slope < 0 or self.miss < 0:
+            raise ConfigError(f"{self} has a negative slope or miss; fit it again.")
 
     def log_acceptance_probability(self, scores: Tensor, *, has_forced_tokens: bool = True) -> Tensor:
         """(..., k) scores of a node's best children, descending -> (..., k); a score of -inf stays -inf.

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 class UnderdrawError(Exception):
     """Base class; the message is one sentence for the user."""
 
+    exit_code = 2  # of the command that it ends
+
 
 class ConfigError(UnderdrawError, ValueError):
     """An invalid option or size, or components that do not work together."""
@@ -24,6 +26,21 @@ class CapacityError(UnderdrawError):
 
 class UnsupportedError(UnderdrawError):
     """A feature that this model, device or installation does not have."""
+
+
+class DivergedError(UnderdrawError):
+    """A training whose loss is not finite any more."""
+
+    exit_code = 1
+
+
+def check_counts(what: str, limit: int, **values: object) -> None:
+    """Raise a ConfigError unless all values are whole numbers from 1 to `limit`."""
+    for name, value in values.items():
+        if type(value) is not int or not 1 <= value <= limit:
+            raise ConfigError(
+                f"{what} with {name} {value!r} is impossible; it must be a whole number from 1 to {limit}."
+            )
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> ConfigError:

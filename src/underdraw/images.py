@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from underdraw.errors import ConfigError
 from underdraw.history import History
-from underdraw.io import atomic_write
+from underdraw.io import atomic_write, check_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +78,20 @@ def pixels_to_images(pixels: Tensor) -> list[Image.Image]:
     """PIL images of pixels (N, 3, H, W) in [-1, 1]."""
     arrays = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().byte().movedim(1, -1).cpu().numpy()
     return [Image.fromarray(array) for array in arrays]
+
+
+def read_image(path: Path) -> Image.Image:
+    """An image file as RGB, with its metadata; everything that is wrong with it is one sentence."""
+    try:
+        check_regular(path, "an image")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # more pixels than any model draws
+            with Image.open(path) as image:
+                converted = image.convert("RGB")
+                converted.info = dict(image.info)
+                return converted
+    except (OSError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError, Warning) as error:
+        raise ConfigError(f"{path} cannot be read as an image ({error}); generate or copy it again.") from None
 
 
 def save_png(image: Image.Image, path: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -139,7 +155,8 @@ def contact_sheet(
             pen.text((col * step_x, row * step_y + height + line * CAPTION_LINE), words, fill="black")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path, quality=JPEG_QUALITY)
+    with atomic_write(path) as file:
+        sheet.save(file, format="PNG" if path.suffix.lower() == ".png" else "JPEG", quality=JPEG_QUALITY)
     return path
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from underdraw.errors import ConfigError
+from underdraw.errors import ConfigError, check_counts
+
+MAX_SIDE = 2**10  # cells; far above any model
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class Layout:
     def __post_init__(self) -> None:
         if self.height < 1 or self.width < 1:
             raise ConfigError(f"a grid of {self.height} x {self.width} codes is empty; both sides must be at least 1.")
+        check_counts("a grid of codes", MAX_SIDE, height=self.height, width=self.width)
         if self.codes.step != 1 or len(self.codes) < 2 or self.codes.start < 0:
             raise ConfigError(f"codes {self.codes} must be a range of at least 2 consecutive token ids.")
         for name, ids in (("prologue", self.prologue), ("epilogue", self.epilogue)):

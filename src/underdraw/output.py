@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from underdraw import __version__
-from underdraw.errors import ConfigError
+from underdraw.errors import CheckpointError, ConfigError
 from underdraw.history import History
 from underdraw.protocols import ImageTokenizer, PromptedImageTokenizer
 
@@ -157,6 +157,11 @@ def decode_images(
     # One by one: convolutions round by batch size, and an image must not depend on its batch.
     images = [image.to(device) for image in codes.split(1)]
     decoded = torch.cat([_decode(tokenizer, *pair).float().cpu() for pair in zip(images, histories, strict=True)])
+    if not bool(decoded.isfinite().all()):
+        raise CheckpointError(
+            "the image tokenizer decoded pixels that are not finite; its weights are damaged, or too large for this "
+            "dtype: load the model again, in float32."
+        )
     pixels = (decoded * 0.5 + 0.5).clamp(0, 1)  # (B, 3, H, W)
     if missing.any():
         blank = missing[:, None].repeat_interleave(tokenizer.downsample, 2)

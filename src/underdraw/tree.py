@@ -174,7 +174,9 @@ def _propose_children(
     # The largest of log q + Gumbel noise are a sample without replacement; the noise must not be the target's.
     perturbed = filtered if noise_window.noise is None else filtered + noise_window.gumbel("draft")[:, depth - 1, None]
     scores, indices = fast_topk(perturbed, count)
-    return indices, scores, filtered.softmax(-1)
+    q = filtered.softmax(-1)
+    is_number = q[..., :1] == q[..., :1]  # softmax is NaN everywhere or nowhere; nothing is sampled from NaN
+    return indices, scores.where(is_number, -torch.inf), q.where(is_number, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +275,10 @@ def _select_nodes(
 
     `tokens` and `log_probs` (B, P) belong to the candidates, `expanded` (B, E) are indices of the expanded nodes within
     their levels. The stable sort keeps a parent, which comes first in the pool, before a child of equal probability.
+    NaN, from a drafter that is not finite, ranks last: then no candidate below it has another probability than NaN.
     """
     count = min(count, tokens.shape[1])
+    log_probs = log_probs.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     log_probs, order = (part[:, :count] for part in log_probs.sort(dim=-1, descending=True, stable=True))
     index = torch.arange(count, device=tokens.device)
     if limits is not None:
@@ -343,7 +347,7 @@ def _grow_fixed_shape(
         count = indices.shape[-1]
         source = level.slots * count + level.ranks.clamp(max=count - 1)
         tokens[:, level.nodes] = layout.token_ids(indices).flatten(1)[:, source]
-        is_impossible = scores.flatten(1)[:, source].isinf() | (level.ranks >= count)
+        is_impossible = ~scores.flatten(1)[:, source].isfinite() | (level.ranks >= count)
         is_padding[:, level.nodes] = is_impossible | is_padding[:, level.parents]
         if limits is not None:
             is_padding[:, level.nodes] |= (

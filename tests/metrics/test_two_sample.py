@@ -127,7 +127,7 @@ def damage(row: dict[str, Any], **values: Any) -> str:
         (lambda row: damage(row, index="1"), "line 1 of"),
         (lambda row: damage(row, file="../x.png"), "line 1 of"),
         (lambda row: damage(row, file="no.png"), "no.png, which is missing"),
-        (lambda row: damage(row) * 2, "line 2 of"),
+        (lambda row: damage(row) * 2, "too few"),
         (lambda row: "", "holds no images"),
         (lambda row: damage(row, index=999), "no image indices in common"),
         (lambda row: damage(row, codes=None), "holds no codes"),

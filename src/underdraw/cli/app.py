@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +34,7 @@ COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsi
     "train": "underdraw.cli.train",
     "env": "underdraw.cli.env",
 }
-USER_ERROR, INTERRUPTED = 2, 130  # exit codes; 1 is left to bugs
+USER_ERROR, INTERRUPTED = 2, 130  # exit codes; 1 is a bug, or a training whose loss is not finite
 UsageError: type[Any] = typer.BadParameter.__mro__[1]  # click's class, which newer versions of typer bundle
 
 
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
     except UsageError as error:
         return print_error(error.format_message())
     except UnderdrawError as error:
-        return print_error(str(error))
+        return print_error(str(error), error.exit_code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "underdraw"):
@@ -151,7 +152,8 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
     return code if isinstance(code, int) else 0
 
 
-def print_error(message: str) -> int:
-    """Print one line on stderr; returns the exit code."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return USER_ERROR
+def print_error(message: str, code: int = USER_ERROR) -> int:
+    """Print one line on stderr, if there is one to print to; returns the exit code."""
+    with suppress(OSError, ValueError, AttributeError):
+        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return code

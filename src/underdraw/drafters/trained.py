@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from underdraw.calibration import Calibration
 from underdraw.drafters.block import BlockDrafter, BlockNet
 from underdraw.drafters.eagle import DrafterKind, Eagle, EagleNet
-from underdraw.errors import CheckpointError
+from underdraw.errors import CheckpointError, first_line
 from underdraw.nn.row_invariant import pack_weights
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch
@@ -36,6 +36,13 @@ def drafter_arch(target: Arch, *, layers: int, ffn: int, kv_heads: int | None = 
 
 def build_net(target: DecoderTarget, kind: DrafterKind, sizes: Mapping[str, Any]) -> EagleNet:
     """An untrained network for a target, sharing the target's embedding and head."""
+    net = _outline(target, kind, sizes).to_empty(device="cpu")
+    net.body.embedding, net.body.head = target.net.embedding, target.net.head
+    return net
+
+
+def _outline(target: DecoderTarget, kind: DrafterKind, sizes: Mapping[str, Any]) -> EagleNet:
+    """The network of `build_net` without memory for its weights, and without embedding and head."""
     arch = drafter_arch(target.net.arch, layers=sizes["layers"], ffn=sizes["ffn"], kv_heads=sizes.get("kv_heads"))
     with torch.device("meta"):
         net = (
@@ -44,9 +51,16 @@ def build_net(target: DecoderTarget, kind: DrafterKind, sizes: Mapping[str, Any]
             else BlockNet(arch, arch.dim, slots=sizes["slots"], markov_dim=sizes["markov_dim"])
         )
         net.body.embedding, net.body.head = nn.Identity(), nn.Identity()  # type: ignore[assignment]
-    net = net.to_empty(device="cpu")
-    net.body.embedding, net.body.head = target.net.embedding, target.net.head
     return net
+
+
+def _check_shapes(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError unless the weights have the names and shapes of the network's."""
+    expected = {name: tuple(value.shape) for name, value in net.state_dict().items()}
+    actual = {name: tuple(value.shape) for name, value in weights.items()}
+    for name in {**expected, **actual}:
+        if expected.get(name) != actual.get(name):
+            raise ValueError(f"{name} has the shape {actual.get(name)} instead of {expected.get(name)}")
 
 
 def target_fingerprint(target: DecoderTarget) -> dict[str, Any]:
@@ -83,24 +97,27 @@ def load_drafter(folder: str | Path, target: DecoderTarget) -> TrainedDrafter:
     if metadata.get("kind") != FILE_KIND:
         raise CheckpointError(f"{folder} holds no drafter (its kind is {metadata.get('kind')!r}, not {FILE_KIND!r}).")
     fingerprint = target_fingerprint(target)
-    if metadata["target"] != fingerprint:
+    if metadata.get("target") != fingerprint:
         raise CheckpointError(
-            f"the drafter in {folder} was trained for a target with {metadata['target']}, and this one has "
+            f"the drafter in {folder} was trained for a target with {metadata.get('target')}, and this one has "
             f"{fingerprint}; use the drafter of this model or train one with `underdraw train drafter`."
         )
-    net = build_net(target, metadata["drafter"], metadata["sizes"])
-    keys = net.load_state_dict(weights, strict=False)
-    missing = [name for name in keys.missing_keys if not name.startswith(SHARED_WEIGHTS)]
-    if missing or keys.unexpected_keys:
+    try:
+        values = metadata["calibration"]
+        calibration = Calibration(values["slope"], tuple(values["biases"]), values["miss"])
+        if metadata["drafter"] not in get_args(DrafterKind):
+            raise ValueError(f"{metadata['drafter']!r} is no kind of drafter")
+        _check_shapes(_outline(target, metadata["drafter"], metadata["sizes"]), weights)
+        net = build_net(target, metadata["drafter"], metadata["sizes"])
+        net.load_state_dict(weights, strict=False)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
-            f"the drafter in {folder} lacks the weights {missing} and has the unknown weights {keys.unexpected_keys}; "
-            "fetch or train it again."
-        )
+            f"the drafter in {folder} cannot be loaded, its description does not match its weights "
+            f"({type(error).__name__}: {first_line(error)}); fetch or train it again."
+        ) from error
     weight = target.net.head.weight
     net = net.to(weight.device, weight.dtype).eval().requires_grad_(False)
     pack_weights(net)
-    values = metadata["calibration"]
-    calibration = Calibration(values["slope"], tuple(values["biases"]), values["miss"])
     if isinstance(net, BlockNet):
         return BlockDrafter(net, calibration, target.image_offset)
     return Eagle(net, calibration, target.image_offset)

@@ -39,6 +39,7 @@ def _topk_kernel(x, values, indices, columns, C: tl.constexpr, K: tl.constexpr):
     """Take the maximum of a row K times; of equal values the first."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, C)
     remaining = tl.load(x + row * columns + c, mask=c < columns, other=float("-inf"))
+    remaining = tl.where(remaining == remaining, remaining, float("-inf"))  # NaN could yield the index of padding
     for rank in tl.static_range(K):
         best, index = tl.max(remaining, 0, return_indices=True, return_indices_tie_break_left=True)
         tl.store(values + row * K + rank, best)

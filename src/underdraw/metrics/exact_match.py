@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
 
 from underdraw.errors import ConfigError
+from underdraw.images import read_image
 from underdraw.io import JsonlStore, unpack_grid
 
 MANIFEST = "manifest.jsonl"
@@ -55,12 +55,10 @@ def read_images(path: Path) -> dict[int, GeneratedImage]:
         raise ConfigError(
             f"{path} has no {MANIFEST}; name a folder written by `underdraw generate --prompts`, or an image file."
         )
-    images: dict[int, GeneratedImage] = {}
-    for number, row in enumerate(JsonlStore(manifest).read(), start=1):
-        index, image = _parse_row(path, row, f"line {number} of {manifest}")
-        if index in images:
-            raise ConfigError(f"line {number} of {manifest} holds image {index} a second time; delete one of them.")
-        images[index] = image
+    rows = enumerate(JsonlStore(manifest).read(), start=1)
+    images = dict(
+        _parse_row(path, row, f"line {number} of {manifest}") for number, row in rows
+    )  # the later line counts
     if not images:
         raise ConfigError(f"{manifest} holds no images; generate some into {path} first.")
     return images
@@ -68,11 +66,7 @@ def read_images(path: Path) -> dict[int, GeneratedImage]:
 
 def _png_prompt(path: Path) -> str:
     """The prompt that `underdraw generate` stores in a PNG; empty for other images."""
-    try:
-        with Image.open(path) as image:
-            return str(image.info.get("prompt", ""))
-    except (OSError, UnidentifiedImageError) as error:
-        raise _unreadable(path, error) from None
+    return str(read_image(path).info.get("prompt", ""))
 
 
 def _parse_row(folder: Path, row: dict[str, Any], source: str) -> tuple[int, GeneratedImage]:
@@ -115,15 +109,7 @@ def find_images(folder: Path) -> list[Path]:
 
 def read_pixels(path: Path) -> NDArray[np.uint8]:
     """An image as (height, width, 3)."""
-    try:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("RGB"))
-    except (OSError, UnidentifiedImageError) as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{path} cannot be read as an image ({error}); generate or copy it again.")
+    return np.asarray(read_image(path))
 
 
 def exact_match(pairs: ImagePairs) -> dict[str, Any]:

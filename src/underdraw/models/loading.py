@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from underdraw.drafters.trained import load_drafter
 from underdraw.errors import (
@@ -22,6 +26,7 @@ from underdraw.models.checkpoint import SAVED_CHOICES_FILE, TRAINED_BY_UNDERDRAW
 from underdraw.models.family import Family, LoadedModel, Placement
 from underdraw.models.hub import HubOptions, download, is_hub_id
 from underdraw.models.lantern_drafters import load_lantern_head
+from underdraw.nn.weights import check_finite
 from underdraw.protocols import Drafter
 from underdraw.registry import drafters, families, parse
 
@@ -87,15 +92,28 @@ def open_model(name: str | Path, hub: HubOptions | None = None) -> Checkpoint:
 def load_model(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     """Load a checkpoint with its family's loader; whatever is wrong with its files is reported in one sentence."""
     family = detect_family(checkpoint)
+    with _explain_errors(checkpoint.name, placement):
+        model = family.load(checkpoint, placement)
+        parts = {"decoder": model.target.net, "projection": model.target.projection, "tokenizer": model.image_tokenizer}
+        for name, part in parts.items():
+            check_module(part, f"the {name} of {checkpoint.name}")
+        return model
+
+
+@contextmanager
+def _explain_errors(name: str, placement: Placement) -> Iterator[None]:
+    """Turn whatever goes wrong while files are loaded into one sentence that names them."""
     try:
-        return family.load(checkpoint, placement)
+        yield
     except torch.OutOfMemoryError as error:
-        raise CapacityError(f"{checkpoint.name} does not fit into the memory of {placement.device}.") from error
+        raise CapacityError(f"{name} does not fit into the memory of {placement.device}.") from error
     except UnderdrawError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+    except MemoryError as error:
+        raise CapacityError(f"{name} does not fit into the memory of this machine.") from error
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError, AssertionError) as error:
         raise CheckpointError(
-            f"{checkpoint.name} cannot be loaded, its files do not match ({type(error).__name__}: {first_line(error)})."
+            f"{name} cannot be loaded, its files do not match ({type(error).__name__}: {first_line(error)})."
         ) from error
 
 
@@ -151,6 +169,14 @@ def load_drafter_files(source: str | Path, model: LoadedModel) -> Drafter:
     folder = Path(source).expanduser()
     if not folder.is_dir():
         folder = download(str(source), replace(model.hub, revision=None))  # `revision` is the model repository's
-    if (folder / TRAINED_BY_UNDERDRAW).exists():
-        return load_drafter(folder, model.target)
-    return load_lantern_head(folder, model)
+    is_trained = (folder / TRAINED_BY_UNDERDRAW).exists()
+    with _explain_errors(f"the drafter {source}", model.placement):
+        drafter: Drafter = load_drafter(folder, model.target) if is_trained else load_lantern_head(folder, model)
+        check_module(getattr(drafter, "net", None), f"the drafter {source}")
+        return drafter
+
+
+def check_module(module: object, source: str) -> None:
+    """Raise if weights are not finite, as they are on their device; a value may be too large for float16."""
+    if isinstance(module, nn.Module):
+        check_finite(dict(chain(module.named_parameters(), module.named_buffers())), source)

@@ -15,9 +15,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from underdraw.errors import CheckpointError
+from underdraw.errors import CapacityError, CheckpointError
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import Placement
+from underdraw.nn.memory import physical_memory
 from underdraw.nn.row_invariant import to_input_major
 from underdraw.nn.transformer import Arch, Transformer
 
@@ -117,6 +118,12 @@ def allocate(build: Callable[[], M], placement: Placement) -> M:
     """Build a module with uninitialised weights on its device and in its dtype."""
     with torch.device("meta"):
         module = build().to(placement.dtype)
+    needed, memory = sum(value.nbytes for value in module.state_dict().values()), physical_memory()
+    if placement.device.type == "cpu" and needed > memory:
+        raise CapacityError(
+            f"the configuration describes weights of {needed / 2**30:.0f} GiB, and this machine has "
+            f"{memory / 2**30:.0f} GiB of memory; use a smaller model or dtype, or a GPU."
+        )
     if placement.device.type == "cpu":
         to_input_major(module)  # on meta tensors this sets strides; the memory is then allocated with them
     return module.to_empty(device=placement.device).eval().requires_grad_(False)

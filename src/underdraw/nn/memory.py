@@ -5,6 +5,8 @@ The KV cache is exact; temporary tensors of a pass and the memory pool of CUDA g
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from underdraw.errors import CapacityError
@@ -28,6 +30,11 @@ def required_bytes(arch: Arch, rows: int, capacity: int, prompt: int, element_si
     outputs = len(arch.outputs) if arch.outputs is not None else arch.vocab
     noise = min(rows * capacity * outputs * 4, MAX_TABLE_BYTES)
     return cache + layer + rows * MAX_NODES * outputs * 4 * _LOGITS_COPIES + noise + _GRAPH_POOL
+
+
+def physical_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def free_bytes(device: torch.device) -> int | None:

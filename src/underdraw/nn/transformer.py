@@ -5,6 +5,7 @@ It knows nothing about KV caches, trees or images: it takes embeddings, RoPE rot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -14,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underdraw.constants import scalar
-from underdraw.errors import ConfigError
+from underdraw.errors import ConfigError, check_counts
 from underdraw.nn.rope import CosSin, Rope, apply_rope, split_cos_sin
 from underdraw.nn.row_invariant import Linear, PackedLinear, linear
 
+MAX_SIZE, MAX_LAYERS, MAX_VOCAB = 2**18, 2**10, 2**24  # far above any model; a damaged file may say anything
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (R, N, H, D), k (R, N, G, D), v (R, N, G, D)) -> (R, N, H * D)."""
 
@@ -44,6 +46,16 @@ class Arch:
     head_hidden: int = 0  # width of a hidden layer in the LM head, 0 for a head that is one matrix
 
     def __post_init__(self) -> None:
+        sizes = {"dim": self.dim, "heads": self.heads, "kv_heads": self.num_kv_heads, "ffn": self.ffn}
+        check_counts("a decoder", MAX_SIZE, **sizes, head_width=self.head_width, head_hidden=self.head_hidden or 1)
+        check_counts("a decoder", MAX_LAYERS, layers=self.layers)
+        check_counts("a decoder", MAX_VOCAB, vocab=self.vocab)
+        if not 0 <= self.norm_eps <= 1 or not 0 < self.rope.theta < math.inf:
+            raise ConfigError(
+                f"a decoder with norm_eps {self.norm_eps} and RoPE theta {self.rope.theta} is impossible."
+            )
+        if self.outputs is not None and not 0 <= self.outputs.start < self.outputs.stop <= self.vocab:
+            raise ConfigError(f"the head's tokens {self.outputs} are not among the {self.vocab} of the vocabulary.")
         if self.head_dim is None and self.dim % self.heads:
             raise ConfigError(
                 f"dim {self.dim} does not divide into {self.heads} heads; give head_dim or another number of heads."

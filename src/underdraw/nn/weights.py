@@ -157,11 +157,16 @@ def load_weights(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:
     """Raise for weights that are NaN or infinite, by name: a sum is finite only if all of its terms are."""
-    for name, value in tensors.items():
-        if value.is_floating_point() and not math.isfinite(float(value.sum(dtype=torch.float32))):
-            if bool(value.isfinite().all()):  # only the sum is too large
-                continue
-            raise CheckpointError(f"{name} of {source} holds values that are not finite; download or train it again.")
+    floats = {name: value for name, value in tensors.items() if value.is_floating_point()}
+    if not floats:
+        return
+    sums = torch.stack([value.sum(dtype=torch.float32) for value in floats.values()])
+    for (name, value), total in zip(floats.items(), sums.tolist(), strict=True):
+        if not math.isfinite(total) and not bool(value.isfinite().all()):  # the sum alone may be too large
+            raise CheckpointError(
+                f"{name} of {source} holds values that are not finite in {str(value.dtype).removeprefix('torch.')}; "
+                "download or train it again."
+            )
 
 
 @contextmanager

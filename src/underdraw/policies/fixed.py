@@ -69,7 +69,10 @@ def load_shape(name: str) -> tuple[int, ...]:
     path = Path(name)
     if not path.suffix:
         raise unknown("static tree", name, TABLES)
-    parents = read_json(path, "a tree shape, a JSON list of parents, -1 for the root")
+    try:
+        parents = read_json(path, "a tree shape")
+    except ConfigError as error:
+        raise ConfigError(f"{name!r} is no JSON list of parents, -1 for the root: {error}") from None
     if not isinstance(parents, list) or not all(type(p) is int for p in parents):
         raise ConfigError(
             f"tree shape {name!r} must be a JSON list of whole numbers: the parent of every node, -1 for the root."

@@ -15,10 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from underdraw.errors import ConfigError
+from underdraw.errors import ConfigError, check_counts
 
+MAX_SIZE, MAX_LEVELS = 2**18, 16  # far above any tokenizer; a damaged file may say anything
 FromWidth = Callable[[int], nn.Module]
 _LOOKUP_CELLS = 4096  # cells whose distances to all codes are in memory at once
+
+
+def check_vq_sizes(widths: Sequence[int], blocks: int, **sizes: int) -> None:
+    """Raise for sizes that no VQ tokenizer has."""
+    named = {f"width {level}": width for level, width in enumerate(widths)}
+    check_counts("an image tokenizer", MAX_SIZE, **named, **sizes)
+    check_counts("an image tokenizer", MAX_LEVELS, levels=len(widths), blocks=blocks)
 
 
 @dataclass(frozen=True, slots=True)

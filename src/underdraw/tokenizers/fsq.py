@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from underdraw.errors import CheckpointError, ConfigError
+from underdraw.errors import CheckpointError, ConfigError, check_counts
 from underdraw.nn.weights import load_weights, save_weights
-from underdraw.tokenizers.blocks import FromWidth, ResidualBlock, Upsample, check_image_size
+from underdraw.tokenizers.blocks import MAX_LEVELS, MAX_SIZE, FromWidth, ResidualBlock, Upsample, check_image_size
 
 KIND = "underdraw-tokenizer"
 Norm = Literal["cell", "group"]
@@ -54,7 +54,11 @@ class FSQArch:
             raise ConfigError(
                 f"encoder and decoder need as many widths as blocks, all four the same number; given {sorted(depths)}."
             )
-        if min(self.levels) < 2:
+        blocks = max((*self.encoder_blocks, *self.decoder_blocks), default=0)
+        sizes = {f"width {i}": width for i, width in enumerate((*self.encoder_widths, *self.decoder_widths))}
+        check_counts("an image tokenizer", MAX_SIZE, **sizes, codes=self.codes)
+        check_counts("an image tokenizer", MAX_LEVELS, levels=len(self.encoder_widths), blocks=max(blocks, 1))
+        if not self.levels or min(self.levels) < 2:
             raise ConfigError(f"every FSQ dimension needs at least 2 levels; given {self.levels}.")
 
     @property

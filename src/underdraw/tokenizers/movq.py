@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underdraw.tokenizers import blocks
-from underdraw.tokenizers.blocks import BlockStyle, Codebook, CodebookTokenizer, MiddleBlock, swish
+from underdraw.tokenizers.blocks import BlockStyle, Codebook, CodebookTokenizer, MiddleBlock, check_vq_sizes, swish
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,9 @@ class VideoVQArch:
     attention: tuple[int, ...] = (3,)  # indices of the levels with attention after every block
     frames: int = 4  # that one code covers, a power of 2
     groups: int = 32
+
+    def __post_init__(self) -> None:
+        check_vq_sizes(self.widths, self.blocks, latent=self.latent, codes=self.codes, code_dim=self.code_dim)
 
     @property
     def downsample(self) -> int:

@@ -17,11 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from underdraw.errors import CheckpointError
-from underdraw.io import read_json
+from underdraw.errors import CheckpointError, check_counts
+from underdraw.io import atomic_write_text, read_json_object
 
 PAD, BOS, FIRST_BYTE = 0, 1, 2
 FIRST_MERGE = FIRST_BYTE + 256
+MAX_TOKEN_BYTES, MAX_PROMPT_TOKENS = 2**10, 2**16
 _PIECES = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
 
 
@@ -42,10 +43,15 @@ class TextTokenizer:
         self.merges = tuple((int(left), int(right)) for left, right in merges)
         self.words = tuple(words)
         self.max_length = max_length
+        check_counts("a text vocabulary", MAX_PROMPT_TOKENS, max_length=max_length)
         self._ranks = {pair: FIRST_MERGE + rank for rank, pair in enumerate(self.merges)}
         self._bytes: list[bytes] = [b"", b"", *(bytes([value]) for value in range(256))]
         for left, right in self.merges:
+            if not 0 <= min(left, right) <= max(left, right) < len(self._bytes):
+                raise CheckpointError(f"the text vocabulary merges {left} and {right}, which are not tokens before it.")
             self._bytes.append(self._bytes[left] + self._bytes[right])
+            if len(self._bytes[-1]) > MAX_TOKEN_BYTES:
+                raise CheckpointError(f"the text vocabulary has a token of more than {MAX_TOKEN_BYTES} bytes.")
         self._word_ids = {word: len(self._bytes) + index for index, word in enumerate(self.words)}
         self._bytes += [word.encode() for word in self.words]
         # Captions repeat their words, so nearly every piece is cached.
@@ -100,12 +106,12 @@ class TextTokenizer:
             "words": self.words,
         }
         text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        atomic_write_text(Path(path), text + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> TextTokenizer:
         """Read a vocabulary that `save` wrote."""
-        document = read_json(Path(path), "a text vocabulary", CheckpointError)
+        document = read_json_object(Path(path), "a text vocabulary", CheckpointError)
         if document.get("kind") != "underdraw-text" or document.get("version") != 1:
             raise CheckpointError(
                 f"{path} is not a text vocabulary of version 1; train one with python -m recipes.tiny.text_tokenizer."

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from underdraw.errors import CheckpointError
 from underdraw.tokenizers import blocks
-from underdraw.tokenizers.blocks import BlockStyle, Codebook, CodebookTokenizer, MiddleBlock, swish
+from underdraw.tokenizers.blocks import BlockStyle, Codebook, CodebookTokenizer, MiddleBlock, check_vq_sizes, swish
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,9 @@ class VQArch:
     deep_attention: bool = False  # after every block of the lowest resolution, not only in the middle
     unit_codes: bool = False  # codes and cells are compared, and codes looked up, at length 1
     groups: int = 32
+
+    def __post_init__(self) -> None:
+        check_vq_sizes(self.widths, self.blocks, latent=self.latent, codes=self.codes, code_dim=self.code_dim)
 
     @property
     def downsample(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from underdraw.calibration import Calibration
 from underdraw.drafters.block import BlockDrafter, BlockNet
 from underdraw.drafters.eagle import Eagle, EagleNet
-from underdraw.drafters.trained import SHARED_WEIGHTS, build_net, save_drafter
-from underdraw.io import atomic_write_text
+from underdraw.drafters.trained import SHARED_WEIGHTS, build_net, save_drafter, target_fingerprint
+from underdraw.errors import DivergedError, check_counts
+from underdraw.io import FolderLock, atomic_write_text
 from underdraw.models.family import LoadedModel
 from underdraw.nn.row_invariant import to_input_major
 from underdraw.pipeline import Pipeline
@@ -30,7 +31,7 @@ from underdraw.training.batches import BatchSource, FeatureExtractor, alternate,
 from underdraw.training.losses import BlockLoss, EagleLoss, random_roots
 from underdraw.training.quality import DrafterCard, DrafterQuality, QualityMeter
 from underdraw.training.samples import Samples, encode_prompts
-from underdraw.training.trainer import Processes, Trainer, TrainingOptions, autocast, muon_and_adamw
+from underdraw.training.trainer import MAX_COUNT, Processes, Trainer, TrainingOptions, autocast, muon_and_adamw
 
 log = logging.getLogger(__name__)
 EVALUATION_BATCH = 8
@@ -52,6 +53,11 @@ class DrafterOptions(TrainingOptions):
     roots: int = 24  # block only: roots per image
     guidance_spread: float = 0.6  # guidance varies by this share, so that the drafter is good around the default
     evaluate_images: int = 16  # held-out samples per evaluation
+
+    def __post_init__(self) -> None:
+        super(DrafterOptions, self).__post_init__()
+        counts = ("accumulate", "depth", "layers", "markov_dim", "roots", "evaluate_images")
+        check_counts("a drafter's training", MAX_COUNT, **{name: getattr(self, name) for name in counts})
 
     def sizes(self, target_ffn: int) -> dict[str, Any]:
         """The sizes in the metadata of the drafter's weights, from which its net is built again."""
@@ -114,6 +120,12 @@ class DrafterTrainer(Trainer):
         self._loss = torch.compile(self._wrapped) if compiled else self._wrapped
         self.calibration = Calibration()
 
+    def about(self) -> dict[str, Any]:
+        return {"kind": self.options.kind, "target": target_fingerprint(self.model.target), **self.sizes}
+
+    def about_weights(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        return {"kind": metadata.get("drafter"), "target": metadata.get("target"), **metadata.get("sizes", {})}
+
     def _loss_of(self, net: EagleNet) -> BlockLoss | EagleLoss:
         target = self.model.target.net
         return BlockLoss(net, target) if isinstance(net, BlockNet) else EagleLoss(net, target, self.options.depth)
@@ -170,6 +182,8 @@ class DrafterTrainer(Trainer):
     def measure_and_save(self, out: Path) -> DrafterQuality:
         """Measure, fit the calibration, and write the drafter."""
         quality = self.measure()
+        if not math.isfinite(quality.loss):
+            raise DivergedError(f"the held-out loss after step {self.steps} is not finite")
         self.calibration = quality.calibration
         if self.processes.is_main:
             save_drafter(out, self.drafter(), self.model.target, self.sizes, self.progress(), "int8")
@@ -229,6 +243,7 @@ def train_drafter(
     `keep_features` caches the target's features beside the samples. `more_batches` provides every other batch.
     """
     processes = processes or Processes()
+    samples.check_model(model)
     training, evaluation = samples.split(held_out)
     extractor = FeatureExtractor.for_model(model)
     if keep_features and processes.is_main:
@@ -238,11 +253,12 @@ def train_drafter(
     if more_batches is not None:
         batches = alternate(batches, more_batches)
     trainer = DrafterTrainer(model, options, batches, evaluation, processes=processes, compiled=compiled)
-    trainer.resume(out)
-    log.info("%.1f M parameters", sum(value.numel() for value in trainer.ema_parameters.values()) / 1e6)
-    trainer.train(out)
-    quality = trainer.measure_and_save(out)
-    log.info("%5.0f s  %s", trainer.seconds, quality)
-    if processes.is_main:
-        atomic_write_text(out / "README.md", trainer.card(quality, command))
-    return quality
+    with FolderLock(out, "a drafter") if processes.is_main else nullcontext():
+        trainer.resume(out)
+        log.info("%.1f M parameters", sum(value.numel() for value in trainer.ema_parameters.values()) / 1e6)
+        trainer.train(out)
+        quality = trainer.measure_and_save(out)
+        log.info("%5.0f s  %s", trainer.seconds, quality)
+        if processes.is_main:
+            atomic_write_text(out / "README.md", trainer.card(quality, command))
+        return quality

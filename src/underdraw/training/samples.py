@@ -7,17 +7,20 @@ continues with the first missing shard.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from underdraw.drafters.trained import target_fingerprint
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
-from underdraw.io import parse_json, path_inside, read_text, split_lines
+from underdraw.images import read_image
+from underdraw.io import FolderLock, parse_json, path_inside, read_text, remove_unfinished, split_lines
 from underdraw.layout import Layout
 from underdraw.models.family import ImageSize, LoadedModel
 from underdraw.nn.weights import open_safetensors, read_safetensors_header, write_safetensors
@@ -60,6 +63,20 @@ class Samples:
             ) from error
         return cls(tuple(texts), torch.cat(tokens), Path(folder), len(tokens[0]), torch.arange(len(texts)))
 
+    def check_model(self, model: LoadedModel) -> None:
+        """Raise if the samples are those of another model: by what the shards say, and by their tokens."""
+        expected, shard = fingerprint(model), min(self.folder.glob("samples-*.safetensors"))
+        saved = _read_settings(shard).get("model", expected)
+        if saved != expected:
+            raise ConfigError(f"the samples in {self.folder} are those of {saved}, and {model.name} is {expected}.")
+        vocab, steps = model.target.net.arch.vocab, expected["steps"]
+        low, high = int(self.tokens.min()), int(self.tokens.max())
+        if self.tokens.shape[1] != steps or not 0 <= low <= high < vocab:
+            raise ConfigError(
+                f"the samples in {self.folder} have {self.tokens.shape[1]} tokens from {low} to {high} each, and "
+                f"images of {model.name} have {steps} tokens below {vocab}; create samples with this model."
+            )
+
     def split(self, held_out: int) -> tuple[Samples, Samples]:
         """Samples for training, and those of the last `held_out` texts for evaluation."""
         names = list(dict.fromkeys(self.texts))
@@ -90,13 +107,16 @@ def generate_samples(
 ) -> Samples:
     """Sample an image for each text with the model's default settings; shards cycle through `temperatures`."""
     layout, pipe = model.make_layout(model.resolve_size(None, None)), Pipeline(model, drafter="forced", tree="none")
-    for shard, start, path in _missing_shards(Path(folder), texts, batch):
-        part = list(texts[start : start + batch])
-        temperature = temperatures[shard % len(temperatures)] if temperatures else None
-        seeds = list(range(seed + start, seed + start + len(part)))
-        codes = pipe(part, seed=seeds, temperature=temperature, output_type="codes").images
-        _write(path, codes_to_tokens(layout, codes), part)
-    return Samples.load(folder)
+    pipe.set_progress_bar_config(disable=True)
+    settings = {"model": fingerprint(model), "seed": seed, "temperatures": list(temperatures)}
+    with FolderLock(Path(folder), "samples"):
+        for shard, start, path in _missing_shards(Path(folder), texts, batch, settings):
+            part = list(texts[start : start + batch])
+            temperature = temperatures[shard % len(temperatures)] if temperatures else None
+            seeds = list(range(seed + start, seed + start + len(part)))
+            codes = pipe(part, seed=seeds, temperature=temperature, output_type="codes").images
+            _write(path, codes_to_tokens(layout, codes), part, settings)
+        return Samples.load(folder)
 
 
 def encode_samples(
@@ -104,16 +124,27 @@ def encode_samples(
 ) -> Samples:
     """Encode image files with their captions; images are cropped to the model's aspect ratio and resized."""
     size = model.resolve_size(None, None)
-    texts = [text for text, _ in images]
-    for _, start, path in _missing_shards(Path(folder), texts, batch):
-        pixels = [_read_pixels(file, size) for _, file in images[start : start + batch]]
-        codes = model.image_tokenizer.encode(torch.stack(pixels).to(model.placement.device)).cpu()
-        _write(path, codes_to_tokens(model.make_layout(size), codes), texts[start : start + batch])
-    return Samples.load(folder)
+    texts, settings = [text for text, _ in images], {"model": fingerprint(model), "seed": None, "temperatures": None}
+    with FolderLock(Path(folder), "samples"):
+        for _, start, path in _missing_shards(Path(folder), texts, batch, settings):
+            pixels = [_read_pixels(file, size) for _, file in images[start : start + batch]]
+            codes = model.image_tokenizer.encode(torch.stack(pixels).to(model.placement.device)).cpu()
+            _write(path, codes_to_tokens(model.make_layout(size), codes), texts[start : start + batch], settings)
+        return Samples.load(folder)
 
 
-def _missing_shards(folder: Path, texts: Sequence[str], batch: int) -> Iterator[tuple[int, int, Path]]:
+def fingerprint(model: LoadedModel) -> dict[str, Any]:
+    """What samples depend on: the family, the sizes of the decoder and the layout of its images."""
+    layout = model.make_layout(model.resolve_size(None, None))
+    sizes = target_fingerprint(model.target)
+    return {"family": model.family, **sizes, "grid": [layout.height, layout.width], "steps": layout.steps}
+
+
+def _missing_shards(
+    folder: Path, texts: Sequence[str], batch: int, settings: Mapping[str, Any]
+) -> Iterator[tuple[int, int, Path]]:
     """Number, first row and path of the shards that are not written yet."""
+    remove_unfinished(folder)
     for shard, start in enumerate(tqdm(range(0, len(texts), batch), desc="samples", unit="shard", disable=None)):
         path = folder / f"samples-{shard:05d}.safetensors"
         if not path.exists():
@@ -123,6 +154,22 @@ def _missing_shards(folder: Path, texts: Sequence[str], batch: int) -> Iterator[
             raise ConfigError(
                 f"{path} holds samples of other texts; give a new --out folder, or the same texts and --batch."
             )
+        saved = _read_settings(path)
+        for name, value in saved.items():
+            if value != settings[name]:
+                raise ConfigError(
+                    f"{path} holds samples with {name} {value!r}, not {settings[name]!r}; give a new --out folder, or "
+                    f"the same {name}."
+                )
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """The model, seed and temperatures of a shard; {} for shards that do not say."""
+    try:
+        settings = parse_json(read_safetensors_header(path)[1].get("settings", "{}"))
+        return {name: settings[name] for name in ("model", "seed", "temperatures")} if settings else {}
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"the settings in {path} are damaged; delete the file and sample it again.") from None
 
 
 def _read_texts(path: Path) -> list[str]:
@@ -135,11 +182,9 @@ def _read_texts(path: Path) -> list[str]:
 
 def _read_pixels(path: Path, size: ImageSize) -> Tensor:
     """An image file as (3, height, width) in [-1, 1]."""
-    import PIL.Image
     import PIL.ImageOps
 
-    with PIL.Image.open(path) as image:
-        fitted = PIL.ImageOps.fit(image.convert("RGB"), (size.width, size.height))
+    fitted = PIL.ImageOps.fit(read_image(path), (size.width, size.height))
     return torch.from_numpy(np.asarray(fitted, dtype=np.float32) / 127.5 - 1).permute(2, 0, 1)
 
 
@@ -191,5 +236,6 @@ def read_manifest(folder: Path) -> list[tuple[str, Path]]:
     return pairs
 
 
-def _write(path: Path, tokens: Tensor, texts: Sequence[str]) -> None:
-    write_safetensors(path, {"tokens": tokens.to(torch.int32)}, {"texts": json.dumps(list(texts))})
+def _write(path: Path, tokens: Tensor, texts: Sequence[str], settings: Mapping[str, Any]) -> None:
+    metadata = {"texts": json.dumps(list(texts)), "settings": json.dumps(dict(settings))}
+    write_safetensors(path, {"tokens": tokens.to(torch.int32)}, metadata)

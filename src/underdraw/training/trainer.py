@@ -23,11 +23,20 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from underdraw.errors import CheckpointError, ConfigError, UnderdrawError, UnsupportedError
-from underdraw.io import atomic_write
-from underdraw.nn.weights import load_weights
+from underdraw.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    UnderdrawError,
+    UnsupportedError,
+    check_counts,
+    first_line,
+)
+from underdraw.io import atomic_write, check_regular, remove_unfinished
+from underdraw.nn.weights import check_finite, load_weights
 
 log = logging.getLogger(__name__)
+MAX_LEARNING_RATE, MAX_COUNT = 10.0, 10**6
 STATE, WEIGHTS = "state.pt", "model-0.safetensors"
 
 
@@ -49,9 +58,11 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         for name in ("seconds", "pause", "learning_rate", "decay", "report_every", "evaluate_every"):
-            value = getattr(self, name)
-            if not value > 0:  # also refuses nan
-                raise ConfigError(f"--{name.replace('_', '-')} {value:g} is not allowed; use a number above 0.")
+            value, most = getattr(self, name), MAX_LEARNING_RATE if name == "learning_rate" else math.inf
+            if not 0 < value <= most or (name == "seconds" and math.isinf(value)):  # also refuses nan
+                limit = f" and at most {most:g}" if most < math.inf else ""
+                raise ConfigError(f"--{name.replace('_', '-')} {value:g} is not allowed; use a number above 0{limit}.")
+        check_counts("a training", MAX_COUNT, batch=self.batch, warmup=self.warmup)
 
 
 class Processes:
@@ -163,7 +174,9 @@ class Trainer(ABC):
             for name, value in reported.items():
                 share = value.detach() / self.accumulate
                 totals[name] = totals[name] + share if name in totals else share
-        nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+        if not math.isfinite(norm):  # waits for the device; the same on all processes
+            raise DivergedError(f"the gradients of step {self.steps + 1} are not finite")
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -181,41 +194,56 @@ class Trainer(ABC):
         end = min(options.seconds, options.pause)
         if self.seconds >= end:
             return
-        _to_floats(self.step(self.seconds / options.seconds))  # compiles, so it is not counted
-        began = time.perf_counter() - self.seconds
-        reported_at, reported_steps, evaluated_at = self.seconds, self.steps, self.seconds
         total = None if math.isinf(end) else round(end)
         bar = tqdm(total=total, initial=round(self.seconds), unit="s", disable=None if processes.is_main else True)
         try:
-            while not processes.broadcast(self.seconds >= end):
-                losses = self.step(self.seconds / options.seconds)
-                self.seconds = time.perf_counter() - began
-                if self.seconds - reported_at >= options.report_every:
-                    values = _to_floats(losses)  # waits for the device
-                    self.seconds = time.perf_counter() - began
-                    per_second = (self.steps - reported_steps) * options.batch / (self.seconds - reported_at)
-                    reported_at, reported_steps = self.seconds, self.steps
-                    self._report(values, per_second * self.accumulate, bar, out)
-                bar.update(round(self.seconds) - bar.n)
-                is_due = self.seconds - evaluated_at >= options.evaluate_every and self.seconds < end
-                if processes.is_main and is_due:
-                    self.save(out)
-                    bar.set_postfix(self.evaluate(out))
-                    evaluated_at = self.seconds
-                    began = time.perf_counter() - evaluated_at
-        finally:
-            bar.close()
+            self._run(end, bar, out)
+            self._check_finite()
+        except DivergedError as error:
+            kept = (
+                f"the weights in {out} are those before it" if (out / WEIGHTS).exists() else "no weights were written"
+            )
+            raise DivergedError(f"{error}; {kept}: start again with a lower --learning-rate.") from None
+        except OSError:  # a full disk: what was saved before is still complete
+            raise
+        except BaseException:
             if processes.is_main:
                 self.save(out)
+            raise
+        finally:
+            bar.close()
+        if processes.is_main:
+            self.save(out)
         processes.wait()
 
-    def _report(self, values: Mapping[str, float], images_per_second: float, bar: Any, out: Path) -> None:
+    def _run(self, end: float, bar: Any, out: Path) -> None:
+        """Train until `end` seconds."""
+        options, processes = self.options, self.processes
+        _to_floats(self.step(self.seconds / options.seconds))  # compiles, so it is not counted
+        began = time.perf_counter() - self.seconds
+        reported_at, reported_steps, evaluated_at = self.seconds, self.steps, self.seconds
+        while not processes.broadcast(self.seconds >= end):
+            losses = self.step(self.seconds / options.seconds)
+            self.seconds = time.perf_counter() - began
+            if self.seconds - reported_at >= options.report_every:
+                values = _to_floats(losses)  # waits for the device
+                self.seconds = time.perf_counter() - began
+                per_second = (self.steps - reported_steps) * options.batch / (self.seconds - reported_at)
+                reported_at, reported_steps = self.seconds, self.steps
+                self._report(values, per_second * self.accumulate, bar)
+            bar.update(round(self.seconds) - bar.n)
+            is_due = self.seconds - evaluated_at >= options.evaluate_every and self.seconds < end
+            if processes.is_main and is_due:
+                self.save(out)
+                bar.set_postfix(self.evaluate(out))
+                evaluated_at = self.seconds
+                began = time.perf_counter() - evaluated_at
+
+    def _report(self, values: Mapping[str, float], images_per_second: float, bar: Any) -> None:
         shown = {name: f"{value:.4f}" for name, value in values.items()}
         text = "  ".join(f"{name} {value}" for name, value in shown.items())
         log.info("%6.0f s  step %d  %.0f images/s  %s", self.seconds, self.steps, images_per_second, text)
         bar.set_postfix(shown)
-        if not all(math.isfinite(value) for value in values.values()):
-            raise UnderdrawError(f"the loss is not finite; delete {out} and start with a lower --learning-rate.")
 
     def state(self) -> dict[str, Any]:
         """Everything that a later run needs to continue exactly."""
@@ -227,6 +255,7 @@ class Trainer(ABC):
             "steps": self.steps,
             "warm_steps": self.warm_steps,
             "seconds": self.seconds,
+            "about": self.about(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -239,27 +268,58 @@ class Trainer(ABC):
         else:  # the saved state is the main process's; the others must not draw the same batches
             self.generator.manual_seed(self.options.seed * 1009 + self.processes.rank + (self.steps << 20))
 
+    def _check_finite(self) -> None:
+        try:
+            check_finite(self.ema_parameters, "the training")
+        except CheckpointError as error:
+            raise DivergedError(f"after step {self.steps}, {str(error).partition(';')[0]}") from None
+
+    def about(self) -> dict[str, Any]:
+        """What must be the same for a training to be continued, by name."""
+        return {}
+
     def save(self, out: Path) -> None:
+        """Write the state; weights that are not finite never replace those that are."""
+        self._check_finite()
         out.mkdir(parents=True, exist_ok=True)
         with atomic_write(out / STATE) as file:
             torch.save(self.state(), file)
 
     def resume(self, out: Path) -> None:
         """Continue the run in `out`, if there is one: exactly, or from its weights with new optimiser moments."""
+        if self.processes.is_main and out.is_dir():
+            remove_unfinished(out)
         state = load_state(out)
         try:
             if state is not None:
+                self._check_about(state.get("about", {}), out)
                 self.restore(state)
             elif (out / WEIGHTS).exists():
-                weights, about = load_weights(out)
+                weights, metadata = load_weights(out)
+                self._check_about(self.about_weights(metadata), out)
                 self._copy(weights, weights)
-                self.steps, self.seconds = about["progress"]["steps"], about["progress"]["seconds"]
-        except (KeyError, ValueError, RuntimeError) as error:
+                self.steps, self.seconds = int(metadata["progress"]["steps"]), float(metadata["progress"]["seconds"])
+        except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+            if isinstance(error, UnderdrawError):
+                raise
             raise ConfigError(
-                f"the training in {out} was started with other options; use the same ones or a new --out folder."
+                f"the training in {out} was started with other options ({first_line(error)}); use the same ones or a "
+                "new --out folder."
             ) from error
         if self.steps:
             log.info("continuing %s at step %d, %.0f s", out, self.steps, self.seconds)
+
+    def about_weights(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """What written weights say of `about`, for a folder without a state."""
+        return {}
+
+    def _check_about(self, saved: Mapping[str, Any], out: Path) -> None:
+        for name, value in self.about().items():
+            if name in saved and saved[name] != value:
+                raise ConfigError(
+                    f"the training in {out} was started with other options ({name} {saved[name]!r}, not {value!r}); use "
+                    "the same ones or a new --out folder."
+                )
 
     def progress(self) -> dict[str, int]:
         """What the metadata of written weights says about the training so far."""
@@ -277,11 +337,22 @@ def load_state(folder: Path) -> dict[str, Any] | None:
     path = folder / STATE
     if not path.exists():
         return None
+    check_regular(path, "the state of a training", CheckpointError)
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or not state:
+            raise ValueError("it holds no state")
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise CheckpointError(
-            f"{path} is damaged ({str(error).splitlines()[0]}); delete it to continue from the saved weights alone."
+            f"{path} is damaged ({first_line(error)}); delete it to continue from the saved weights alone."
         ) from error
     return state
 

@@ -55,7 +55,7 @@ def read_images(path: Path) -> dict[int, GeneratedImage]:
         raise ConfigError(
             f"{path} has no {MANIFEST}; name a folder written by `underdraw generate --prompts`, or an image file."
         )
-    rows = enumerate(JsonlStore(manifest).read(), start=1)
+    rows = enumerate(JsonlStore(manifest).read(), start=1)  # of two lines of an image the later one counts
     images = dict(
         _parse_row(path, row, f"line {number} of {manifest}") for number, row in rows
     )  # the later line counts

@@ -42,10 +42,21 @@ def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file atomically; missing parent folders are created."""
+    """Write a safetensors file atomically; missing parent folders are created.
+
+    The library writes metadata in random order; here the same content gives the same bytes.
+    """
+    raw = save({name: value.cpu().contiguous() for name, value in tensors.items()}, metadata)
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    if metadata:
+        header["__metadata__"] = dict(sorted(metadata.items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
-        file.write(save({name: value.cpu().contiguous() for name, value in tensors.items()}, metadata))
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(memoryview(raw)[8 + length :])
 
 
 def save_weights(

@@ -316,9 +316,10 @@ class Trainer(ABC):
     def _check_about(self, saved: Mapping[str, Any], out: Path) -> None:
         for name, value in self.about().items():
             if name in saved and saved[name] != value:
+                difference = f"{name} {saved[name]!r}, not {value!r}"
                 raise ConfigError(
-                    f"the training in {out} was started with other options ({name} {saved[name]!r}, not {value!r}); use "
-                    "the same ones or a new --out folder."
+                    f"the training in {out} was started with other options ({difference}); use the same ones or a new "
+                    "--out folder."
                 )
 
     def progress(self) -> dict[str, int]:

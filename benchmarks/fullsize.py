@@ -244,7 +244,7 @@ def write_emu3(folder: Path, sizes: Sizes) -> None:
         "image_area": sizes.side**2,
     }  # fmt: skip
     with torch.device("meta"):
-        images = VideoVQ(emu3.image_tokenizer_arch(config))
+        images = VideoVQ(emu3.image_tokenizer_arch(vq, "emu3"))
     shapes = shapes_of(decoder_destinations(sizes.net(), HF_DECODER, "model.text_model."))
     shapes["lm_head.weight"] = (sizes.vocab, sizes.dim)
     write_shards(folder, {**shapes, **shapes_of(module_destinations(images, "model.vqmodel."))})

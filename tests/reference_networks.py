@@ -111,6 +111,78 @@ def vq_decode(state: State, codes: Tensor, kind: str) -> Tensor:
     return conv(swish(group_norm(x, state, "decoder.norm_out")), state, "decoder.conv_out", padding=1)
 
 
+def spatial_norm(x: Tensor, cells: Tensor, state: State, name: str) -> Tensor:
+    """MoVQ's norm: scaled and shifted by the quantised cells, enlarged to the feature map."""
+    factor = x.shape[2] // cells.shape[2]
+    large = cells.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
+    normed = group_norm(x, state, f"{name}.norm_layer")
+    return normed * conv(large, state, f"{name}.conv_y") + conv(large, state, f"{name}.conv_b")
+
+
+def movq_block(x: Tensor, cells: Tensor, state: State, name: str) -> Tensor:
+    hidden = conv(swish(spatial_norm(x, cells, state, f"{name}.norm1")), state, f"{name}.conv1", padding=1)
+    hidden = conv(swish(spatial_norm(hidden, cells, state, f"{name}.norm2")), state, f"{name}.conv2", padding=1)
+    return (conv(x, state, f"{name}.nin_shortcut") if f"{name}.nin_shortcut.weight" in state else x) + hidden
+
+
+def movq_attention(x: Tensor, cells: Tensor, state: State, name: str) -> Tensor:
+    normed = spatial_norm(x, cells, state, f"{name}.norm")
+    q, k, v = (conv(normed, state, f"{name}.{part}").flatten(2) for part in "qkv")  # (B, C, L)
+    weights = (torch.einsum("bci,bcj->bij", q, k) * q.shape[1] ** -0.5).softmax(-1)
+    return x + conv(torch.einsum("bij,bcj->bci", weights, v).reshape(x.shape), state, f"{name}.proj_out")
+
+
+def movq_decode(state: State, codes: Tensor) -> Tensor:
+    """MoVQGAN's decoder on codes (B, H, W), from the authors' state dict."""
+    cells = state["quantize.embedding.weight"][codes].permute(0, 3, 1, 2)
+    x = conv(conv(cells, state, "post_quant_conv"), state, "decoder.conv_in", padding=1)
+    x = movq_block(x, cells, state, "decoder.mid.block_1")
+    x = movq_attention(x, cells, state, "decoder.mid.attn_1")
+    x = movq_block(x, cells, state, "decoder.mid.block_2")
+    count = len({name.split(".")[2] for name in state if name.startswith("decoder.up.")})
+    for index in reversed(range(count)):
+        name, part = f"decoder.up.{index}", 0
+        while f"{name}.block.{part}.conv1.weight" in state:
+            x = movq_block(x, cells, state, f"{name}.block.{part}")
+            if f"{name}.attn.{part}.q.weight" in state:
+                x = movq_attention(x, cells, state, f"{name}.attn.{part}")
+            part += 1
+        if index:
+            x = conv(x.repeat_interleave(2, 2).repeat_interleave(2, 3), state, f"{name}.upsample.conv", padding=1)
+    return conv(swish(spatial_norm(x, cells, state, "decoder.norm_out")), state, "decoder.conv_out", padding=1)
+
+
+# Chameleon's decoder in the layout of Lumina-mGPT, with one row of query and key norms for all heads
+
+
+def chameleon_features(state: State, tokens: Tensor, heads: int) -> Tensor:
+    """Last hidden states (L, D) of tokens (L,) at positions 0, 1, ..."""
+    x, layer = state["model.embed_tokens.weight"][tokens], 0
+    length, dim = x.shape
+    half = dim // heads // 2
+    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    rotation = torch.polar(torch.ones_like(angles), angles)[:, None]  # (L, 1, half)
+    visible = torch.ones(length, length, dtype=torch.bool).tril()
+    while f"model.layers.{layer}.mlp.up_proj.weight" in state:
+        part = {name.split(".", 3)[3]: value for name, value in state.items() if f".layers.{layer}." in name}
+        normed = rms(x, part["input_layernorm.weight"], 1e-5)
+        q, k, v = ((normed @ part[f"self_attn.{name}_proj.weight"].T).reshape(length, heads, -1) for name in "qkv")
+        q, k = (
+            F.layer_norm(value, value.shape[-1:]) * part[f"self_attn.{name}_norm.weight"]
+            + part[f"self_attn.{name}_norm.bias"]
+            for name, value in (("q", q), ("k", k))
+        )
+        q, k = (torch.complex(value[..., :half], value[..., half:]) * rotation for value in (q, k))
+        scores = torch.einsum("ihd,jhd->hij", q, k.conj()).real / math.sqrt(2 * half)
+        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        x = x + torch.einsum("hij,jhd->ihd", weights, v).reshape(length, dim) @ part["self_attn.o_proj.weight"].T
+        normed = rms(x, part["post_attention_layernorm.weight"], 1e-5)
+        gate, up = (normed @ part[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (swish(gate) * up) @ part["mlp.down_proj.weight"].T
+        layer += 1
+    return rms(x, state["model.norm.weight"], 1e-5)
+
+
 # LlamaGen, from a state dict of its authors' format
 
 

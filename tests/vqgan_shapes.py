@@ -64,3 +64,23 @@ def vqgan_shapes(
         yield "quantize.codebook_used", (65536,)
     yield from _conv("quant_conv", dim, latent, 1)
     yield from _conv("post_quant_conv", latent, dim, 1)
+
+
+def movqgan_shapes(
+    widths: tuple[int, ...], codes: int, dim: int, blocks: int = 2
+) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of movqgan_270M.ckpt: Chameleon's, with attention at the lowest level and conditional norms."""
+    last = len(widths) - 1
+    shapes = list(vqgan_shapes("chameleon", widths, codes, dim, dim, blocks))
+    for part in range(blocks):
+        shapes += _attention(f"encoder.down.{last}.attn.{part}", widths[-1])
+    for part in range(blocks + 1):
+        shapes += _attention(f"decoder.up.{last}.attn.{part}", widths[-1])
+    for name, shape in shapes:
+        module, _, kind = name.rpartition(".")
+        if not name.startswith("decoder.") or "norm" not in module.rpartition(".")[2]:
+            yield name, shape
+            continue
+        yield f"{module}.norm_layer.{kind}", shape
+        for conv in ("conv_y", "conv_b"):
+            yield f"{module}.{conv}.{kind}", (*shape, dim, 1, 1) if kind == "weight" else shape

@@ -154,6 +154,6 @@ families: Registry[Any] = Registry(
     "family",
     {
         name: f"underdraw.models.{name}:FAMILY"
-        for name in ("anole", "emu3", "glm_image", "janus", "llamagen", "lumina", "simplear", "tiny")
+        for name in ("anole", "emu3", "glm_image", "janus", "llamagen", "lumina", "lumina2", "simplear", "tiny")
     },
 )

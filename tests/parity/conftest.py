@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import checkpoint_writers
+import newer_checkpoint_writers
 import pytest
 from fake_hub import FakeHub
 from parity_cases import ParityCase, load
@@ -55,14 +56,21 @@ def janus(root: Path) -> ParityCase:
 
 @pytest.fixture(scope="session")
 def glm_image(root: Path) -> ParityCase:
-    model = checkpoint_writers.write_glm_image(root / "glm_image")
+    model = newer_checkpoint_writers.write_glm_image(root / "glm_image")
     return ParityCase(root / "glm_image", model, load(root / "glm_image"))
 
 
 @pytest.fixture(scope="session")
 def simplear(root: Path) -> ParityCase:
-    model = checkpoint_writers.write_simplear(root / "simplear" / "SimpleAR-tiny")
+    model = newer_checkpoint_writers.write_simplear(root / "simplear" / "SimpleAR-tiny")
     return ParityCase(root / "simplear" / "SimpleAR-tiny", model, load(root / "simplear" / "SimpleAR-tiny"))
+
+
+@pytest.fixture(scope="session")
+def lumina2(root: Path) -> ParityCase:
+    path = root / "lumina2" / "Lumina-mGPT-2.0"
+    states = newer_checkpoint_writers.write_lumina2(path)
+    return ParityCase(path, states, load(path))
 
 
 @pytest.fixture(scope="session")

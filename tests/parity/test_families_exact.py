@@ -16,10 +16,10 @@ from underdraw.drafters.trained import SHARED_WEIGHTS, build_net
 from underdraw.models.loading import load_drafter_files
 from underdraw.pipeline import Pipeline
 
-FAMILIES = ("anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3", "glm_image", "simplear")
+FAMILIES = ("anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3", "glm_image", "simplear", "lumina2")
 HEADS = {"anole": ("anole", 4), "lumina": ("anole", 1), "t2i": ("llamagen", 0), "converted": ("llamagen", 0)}
 PROMPTS = {"c2i": ["goldfish", "3"]}
-SIZES = {"glm_image": {"height": 96, "width": 128}}
+SIZES = {"glm_image": {"height": 96, "width": 128}, "lumina2": {"height": 32, "width": 64}}
 
 
 def random_drafter(name: str, case: ParityCase, folder: Path) -> Any:
@@ -72,4 +72,13 @@ def test_janus_head_is_row_invariant(janus: ParityCase) -> None:
 def test_every_family_has_a_parity_case() -> None:
     from underdraw.registry import families
 
-    assert {*families.names()} - {"tiny"} == {"anole", "lumina", "llamagen", "janus", "emu3", "glm_image", "simplear"}
+    assert {*families.names()} - {"tiny"} == {
+        "anole",
+        "lumina",
+        "llamagen",
+        "janus",
+        "emu3",
+        "glm_image",
+        "simplear",
+        "lumina2",
+    }

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import checkpoint_writers
+import newer_checkpoint_writers
 import pytest
 import torch
 from parity_cases import ParityCase
@@ -26,7 +26,7 @@ def whole(glm_image: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> tu
     """A folder with every part of the pipeline, and diffusers' pipeline without the autoregressive part."""
     pytest.importorskip("diffusers")
     folder = shutil.copytree(glm_image.path, tmp_path_factory.mktemp("whole") / "GLM-Image")
-    return folder, checkpoint_writers.write_glm_image_pixels(folder)
+    return folder, newer_checkpoint_writers.write_glm_image_pixels(folder)
 
 
 def test_each_code_becomes_four() -> None:

@@ -17,7 +17,7 @@ from underdraw.models.checkpoint import Checkpoint, open_checkpoint
 from underdraw.models.inspect import inspect, list_families
 from underdraw.registry import families
 
-FAMILIES = ("anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3", "glm_image", "simplear")
+FAMILIES = ("anole", "lumina", "t2i", "c2i", "converted", "janus", "emu3", "glm_image", "simplear", "lumina2")
 
 
 def command(*words: str) -> str:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import checkpoint_writers
+import newer_checkpoint_writers
 import parity_cases
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_greedy_images_match_transformers(simplear: ParityCase, tree: str) -> No
 
 
 def test_pixels_match_the_network_for_clips(simplear: ParityCase) -> None:
-    network = checkpoint_writers.small_cosmos()
+    network = newer_checkpoint_writers.small_cosmos()
     codes = random_codes(12).view(2, 2, 3)
     with torch.no_grad():
         theirs = network(codes[:, None])[:, :, 0].clamp(-1, 1)
@@ -112,7 +112,7 @@ def test_head_of_its_own_and_fast_tokenizer(simplear: ParityCase, tmp_path: Path
     from transformers import AutoTokenizer
 
     folder = tmp_path / "m"
-    reference = checkpoint_writers.write_simplear(folder, tied=False, decoder=False)
+    reference = newer_checkpoint_writers.write_simplear(folder, tied=False, decoder=False)
     shutil.copytree(simplear.path.parent / family.IMAGE_TOKENIZER, tmp_path / family.IMAGE_TOKENIZER)
     AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     assert (folder / "tokenizer.json").exists()
@@ -136,7 +136,7 @@ def test_other_qwen2_models_are_not_taken_for_it(tmp_path: Path) -> None:
     config: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     assert not family.matches(Checkpoint(tmp_path, "m", config))
     assert family.matches(Checkpoint(tmp_path, "m", {**config, "architectures": ["SimpARForCausalLM"]}))
-    checkpoint_writers.write_qwen_tokenizer(tmp_path)
+    newer_checkpoint_writers.write_qwen_tokenizer(tmp_path)
     assert family.matches(Checkpoint(tmp_path, "m", config))
 
 

@@ -15,6 +15,7 @@ from underdraw.models.weight_map import (
     HF_DECODER,
     HF_HEAD,
     HF_QK_NORM,
+    WeightDestination,
     allocate,
     copy_weights,
     decoder_destinations,
@@ -45,8 +46,13 @@ _IMAGE_TOKENIZER_HUB_ID = "leloy/Anole-7b-v0.1-vqvae-hf"
 _COMPANION_FOLDERS = ("", "tokenizer/", "chameleon/tokenizer/", "ckpts/chameleon/tokenizer/")
 
 
-def is_chameleon(config: Mapping[str, Any]) -> bool:
+def has_chameleon_decoder(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in ("chameleon", "chameleon_xllmx")
+
+
+def is_chameleon(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration has Chameleon's decoder and its vocabulary; Lumina-mGPT 2.0 has another."""
+    return has_chameleon_decoder(config) and int(config.get("vocab_size") or DEFAULTS["vocab_size"]) < 2**17
 
 
 def chameleon_arch(checkpoint: Checkpoint) -> Arch:
@@ -69,8 +75,7 @@ def load_chameleon(
 
     `positions` is the most that a sequence may have; None means no limit.
     """
-    net = allocate(lambda: Transformer(arch), placement)
-    destinations = {**decoder_destinations(net, DECODER_RULES, "model."), **decoder_destinations(net, [HF_HEAD])}
+    net, destinations = allocate_decoder(arch, placement)
     shapes = checkpoint.shapes()
     if f"{IMAGE_TOKENIZER_PREFIX}decoder.conv_in.weight" in shapes:
         images, image_destinations = vqgan_destinations(shapes, CHAMELEON, placement, IMAGE_TOKENIZER_PREFIX)
@@ -81,6 +86,12 @@ def load_chameleon(
         images = load_vqgan(path, CHAMELEON, placement, ignored=["loss"])
     copy_weights(checkpoint, destinations, [ROPE_BUFFERS, IMAGE_TOKENIZER_PREFIX])
     return DecoderTarget(net, positions=positions), images
+
+
+def allocate_decoder(arch: Arch, placement: Placement) -> tuple[Transformer, dict[str, WeightDestination]]:
+    """An uninitialised decoder, and the destinations of its tensors."""
+    net = allocate(lambda: Transformer(arch), placement)
+    return net, {**decoder_destinations(net, DECODER_RULES, "model."), **decoder_destinations(net, [HF_HEAD])}
 
 
 def max_positions(checkpoint: Checkpoint) -> int:

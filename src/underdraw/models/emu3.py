@@ -6,7 +6,6 @@ The negative prompt is a separate sequence, with its own length and positions.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +24,7 @@ from underdraw.models.family import (
     PublishedCheckpoint,
     SamplingDefaults,
 )
+from underdraw.models.movq_checkpoint import movq_destinations
 from underdraw.models.tiktoken_text import load_tiktoken
 from underdraw.models.transformers_layout import (
     ROPE_BUFFERS,
@@ -45,7 +45,7 @@ from underdraw.models.weight_map import (
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Transformer
 from underdraw.protocols import Prompt
-from underdraw.tokenizers.movq import VideoVQ, VideoVQArch
+from underdraw.tokenizers.movq import MoVQArch, VideoVQ
 
 DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 4096,
@@ -82,16 +82,6 @@ IMAGE_CONFIG_NAMES = {
     "z_channels": "latent_channels",
     "double_z": "double_latent",
 }
-# From our tensor names to BAAI's.
-IMAGE_TENSOR_NAMES = (
-    (r"\.down_block\.", "."),
-    (r"\.up_block\.", "."),
-    (r"\.middle_block\.attn_norm\.", ".mid.attn_1.norm."),
-    (r"\.middle_block\.", ".mid."),
-    (r"\.attn_norms\.(\d+)\.", r".attn.\1.norm."),
-    (r"\.([qkv])_proj\.", r".\1."),
-    (r"\.out_proj\.", ".proj_out."),
-)
 ASPECT_RATIOS = ((1, 1), (4, 3), (3, 4), (16, 9), (9, 16), (3, 2), (2, 3))  # width to height
 IMAGE_AREA = 720 * 720  # pixels, for every aspect ratio
 NEGATIVE_PROMPT = (
@@ -195,7 +185,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config if is_baai(config) else (config.get("text_config") or {})
 
 
-def image_tokenizer_arch(config: Mapping[str, Any], name: str) -> VideoVQArch:
+def image_tokenizer_arch(config: Mapping[str, Any], name: str) -> MoVQArch:
     """The image tokenizer of a configuration in the layout of transformers; `name` is used in error messages."""
     values = {**IMAGE_DEFAULTS, **config}
     if values.get("num_attention_heads", 1) != 1 or values.get("double_latent"):
@@ -203,7 +193,7 @@ def image_tokenizer_arch(config: Mapping[str, Any], name: str) -> VideoVQArch:
             f"{name} has an image tokenizer with {values.get('num_attention_heads', 1)} attention heads, "
             f"double_latent={bool(values.get('double_latent'))}; only 1 head and False are supported."
         )
-    return VideoVQArch(
+    return MoVQArch(
         widths=tuple(values["base_channels"] * factor for factor in values["channel_multiplier"]),
         blocks=values["num_res_blocks"],
         latent=values["latent_channels"],
@@ -303,17 +293,7 @@ def _load_baai_image_tokenizer(checkpoint: Checkpoint, placement: Placement) -> 
         {IMAGE_CONFIG_NAMES.get(key, key): value for key, value in files.config.items()}, files.name, placement
     )
 
-    def tensor_name(name: str) -> str:
-        for pattern, new in IMAGE_TENSOR_NAMES:
-            name = re.sub(pattern, new, name)
-        return name
-
-    destinations = _without_counters(module_destinations(images, rename=tensor_name))
-    shapes = files.shapes()
-    for name, destination in destinations.items():
-        if destination.memory.ndim == 2 and len(shapes.get(name, ())) == 4:  # attention is 1x1 convolutions there
-            destinations[name] = WeightDestination(destination.memory[:, :, None, None])
-    copy_weights(files, destinations, [COUNTERS])
+    copy_weights(files, movq_destinations(images, files.shapes()), [COUNTERS])
     return images
 
 

@@ -13,11 +13,13 @@ from underdraw.models.family import (
     Family,
     ImageSize,
     LoadedModel,
+    MakePrompt,
     ModelSpec,
     Placement,
     PublishedCheckpoint,
     SamplingDefaults,
 )
+from underdraw.models.transformers_layout import Encode
 from underdraw.protocols import Prompt
 
 ROW_END = 8803  # <reserved08799>
@@ -95,15 +97,22 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     # No limit of positions: 1024 x 1024 pixels need more than the configuration's, and RoPE goes on.
     target, images = chameleon.load_chameleon(checkpoint, spec.arch, placement)
 
+    make_prompt = prompt_builder(encode, chameleon.START, chameleon.SEPARATOR)
+    return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
+
+
+def prompt_builder(encode: Encode, start: int, separator: int) -> MakePrompt:
+    """Prompts of the instruction that the models were trained with."""
+
     def encode_prompt(text: str, size: ImageSize) -> tuple[int, ...]:
         instruction = f"Generate an image of {size.width}x{size.height} according to the following prompt:\n{text}"
-        return (chameleon.START, *encode(instruction), chameleon.SEPARATOR)
+        return (start, *encode(instruction), separator)
 
     def make_prompt(text: str, negative: str | None, size: ImageSize) -> Prompt:
         # Without a negative prompt the unconditional row is empty: it begins with the layout's size header.
         return Prompt(encode_prompt(text, size), () if negative is None else encode_prompt(negative, size))
 
-    return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
+    return make_prompt
 
 
 FAMILY = Family(

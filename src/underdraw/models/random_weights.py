@@ -10,7 +10,7 @@ import torch
 
 from underdraw.errors import unknown
 from underdraw.layout import Layout
-from underdraw.models import anole, chameleon, emu3, glm_image, janus, llamagen, lumina, simplear
+from underdraw.models import anole, chameleon, emu3, glm_image, janus, llamagen, lumina, lumina2, simplear
 from underdraw.models.family import ImageSize, Placement
 from underdraw.models.transformers_layout import decoder_arch
 from underdraw.models.weight_map import allocate
@@ -54,6 +54,12 @@ def _lumina_7b() -> ModelShape:
     return ModelShape(_chameleon_arch(), lumina.make_layout(ImageSize(768, 768)), guidance=3.0, top_k=2000)
 
 
+def _lumina_2_7b() -> ModelShape:
+    arch = replace(_chameleon_arch(), vocab=lumina2.VOCAB_SIZE, outputs=lumina2.CODES, qk_norm_heads="shared")
+    layout = lumina2.make_layout(ImageSize(768, 768), lumina2.SpecialTokens())
+    return ModelShape(arch, layout, lumina2.SAMPLING.guidance, lumina2.SAMPLING.top_k)
+
+
 def _janus_7b() -> ModelShape:
     text = decoder_arch({"num_hidden_layers": 30, "vocab_size": 102400}, janus.DEFAULTS, "janus")
     codes = range(text.vocab, text.vocab + 16384)
@@ -95,6 +101,7 @@ def _toy() -> ModelShape:
 SHAPES: dict[str, Callable[[], ModelShape]] = {
     "anole-7b": _anole_7b,
     "lumina-7b": _lumina_7b,
+    "lumina-2-7b": _lumina_2_7b,
     "llamagen-xl": _llamagen_xl,
     "janus-7b": _janus_7b,
     "emu3-8b": _emu3_8b,

@@ -5,14 +5,11 @@ The negative prompt is a separate sequence, with its own length and positions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from underdraw.errors import CheckpointError, UnsupportedError
-from underdraw.extras import require_package
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import (
@@ -24,7 +21,13 @@ from underdraw.models.family import (
     PublishedCheckpoint,
     SamplingDefaults,
 )
-from underdraw.models.transformers_layout import ROPE_BUFFERS, Encode, decoder_arch, with_defaults
+from underdraw.models.transformers_layout import (
+    ROPE_BUFFERS,
+    TextTokenizer,
+    decoder_arch,
+    load_saved_tokenizer,
+    with_defaults,
+)
 from underdraw.models.weight_map import (
     HF_DECODER,
     HF_HEAD,
@@ -91,22 +94,12 @@ def make_layout(size: ImageSize, codes: range) -> Layout:
     return Layout(size.height // DOWNSAMPLE, size.width // DOWNSAMPLE, codes)
 
 
-def load_qwen_tokenizer(folder: Path, name: str) -> tuple[Encode, int]:
-    """A function from text to token ids, and the number of text tokens.
-
-    The authors save a slow tokenizer (vocab.json, merges.txt, added_tokens.json), which transformers converts.
-    """
-    library = require_package("transformers", "families", "the text tokenizer")
-    if not any((folder / file).exists() for file in ("tokenizer.json", "vocab.json")):
-        raise CheckpointError(f"{name} has no text tokenizer; put tokenizer.json or vocab.json into {folder}.")
-    try:
-        tokenizer = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"the text tokenizer in {folder} cannot be read ({error}); download it again.") from error
+def load_text(checkpoint: Checkpoint) -> TextTokenizer:
+    """The text tokenizer; an error if it lacks the special tokens of the prompts."""
+    tokenizer = load_saved_tokenizer(checkpoint.folder, checkpoint.name)
     for token in (TEXT_TO_IMAGE, IMAGE_START):
-        if token not in tokenizer.get_vocab():
-            raise CheckpointError(f"the text tokenizer in {folder} has no token {token!r}; it is another model's.")
-    return lambda text: list(tokenizer.encode(text, add_special_tokens=False)), len(tokenizer)
+        tokenizer.token_id(token)
+    return tokenizer
 
 
 def _codes(checkpoint: Checkpoint, text_tokens: int) -> range:
@@ -122,7 +115,7 @@ def _codes(checkpoint: Checkpoint, text_tokens: int) -> range:
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
-    codes = _codes(checkpoint, load_qwen_tokenizer(checkpoint.folder, checkpoint.name)[1])
+    codes = _codes(checkpoint, load_text(checkpoint).size)
     sides = tuple(int(side) for side in checkpoint.config.get("image_sides", SIDES))
     return ModelSpec(
         arch=simplear_arch(checkpoint.config, codes, checkpoint.name),
@@ -134,7 +127,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec, config = read_spec(checkpoint), checkpoint.config
-    encode, _ = load_qwen_tokenizer(checkpoint.folder, checkpoint.name)
+    encode = load_text(checkpoint).encode
     names = [f"{folder}{IMAGE_TOKENIZER}/decoder.jit" for folder in ("", "checkpoints/")]
     images = load_cosmos(
         checkpoint.find_or_download([*names, "decoder.jit"], f"nvidia/{IMAGE_TOKENIZER}/decoder.jit"), placement.device

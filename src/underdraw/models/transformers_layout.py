@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,45 @@ def load_text_tokenizer(path: Path, pattern: str | None = None, *, add_special_t
         to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([splits, to_bytes])
     return lambda text: list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
+    """A text tokenizer: text to ids without special tokens, its number of tokens, and their ids by name."""
+
+    encode: Encode
+    size: int
+    ids: Mapping[str, int]
+    start: str | None  # the token that texts start with: the tokenizer's bos_token, or else its eos_token
+    source: Path
+
+    def token_id(self, token: str) -> int:
+        if token not in self.ids:
+            raise CheckpointError(f"{self.source} has no token {token!r}; it is not the tokenizer of this model.")
+        return self.ids[token]
+
+
+def load_saved_tokenizer(folder: Path, name: str) -> TextTokenizer:
+    """The tokenizer that transformers has saved in a folder: fast, or slow (vocab.json and merges.txt), as Qwen2's.
+
+    `name` is the checkpoint's, for error messages.
+    """
+    library = require_package("transformers", "families", "the text tokenizer")
+    if not any((folder / file).exists() for file in ("tokenizer.json", "vocab.json")):
+        raise CheckpointError(f"{name} has no text tokenizer; put tokenizer.json or vocab.json into {folder}.")
+    try:
+        tokenizer = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"the text tokenizer in {folder} cannot be read ({first_line(error)}); download it again."
+        ) from error
+    return TextTokenizer(
+        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
+        size=len(tokenizer),
+        ids=tokenizer.get_vocab(),
+        start=tokenizer.bos_token or tokenizer.eos_token,
+        source=folder,
+    )
 
 
 def special_token_id(path: Path, token: str) -> int:

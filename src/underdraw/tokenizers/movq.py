@@ -1,9 +1,9 @@
-"""Emu3's image tokenizer: a VQ network for video (MoVQ), used here for single images.
+"""MoVQ image tokenizers: VQ networks whose decoder's norms are scaled and shifted by the quantised cells.
 
-An image is a clip of four equal frames. Only the convolutions over time mix frames, so the encoder runs on one frame
-and the decoder paints only the first of the four: the same numbers for a quarter of the work. The decoder's norms are
-scaled and shifted by the quantised cells (spatially conditional norms). Modules are named as in the published
-checkpoints.
+`ImageVQ` is MoVQGAN (Lumina-mGPT 2.0). `VideoVQ` is the same network for clips, with convolutions over time in front of
+its decoder and behind its encoder (Emu3). There an image is a clip of four equal frames. Only the convolutions over
+time mix frames, so the encoder runs on one frame and the decoder paints only the first of the four: the same numbers
+for a quarter of the work. Modules are named as in transformers; models/movq_checkpoint.py has the authors' names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from underdraw.tokenizers.blocks import BlockStyle, Codebook, CodebookTokenizer,
 
 
 @dataclass(frozen=True, slots=True)
-class VideoVQArch:
+class MoVQArch:
     """The architecture of a MoVQ tokenizer."""
 
     widths: tuple[int, ...] = (256, 512, 512, 1024)  # from the image's resolution to the lowest
@@ -28,7 +28,7 @@ class VideoVQArch:
     codes: int = 32768
     code_dim: int = 4
     attention: tuple[int, ...] = (3,)  # indices of the levels with attention after every block
-    frames: int = 4  # that one code covers, a power of 2
+    frames: int = 4  # that one code covers, a power of 2; not used for images
     groups: int = 32
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class VideoVQArch:
 class SpatialNorm(nn.Module):
     """GroupNorm, scaled and shifted by 1x1 convolutions of the quantised cells."""
 
-    def __init__(self, width: int, arch: VideoVQArch) -> None:
+    def __init__(self, width: int, arch: MoVQArch) -> None:
         super().__init__()
         self.norm_layer = nn.GroupNorm(arch.groups, width, eps=1e-6)
         self.conv_y = nn.Conv2d(arch.code_dim, width, 1)
@@ -122,11 +122,10 @@ class TimeResidualBlock(nn.Module):
 
 
 class MoVQEncoder(nn.Module):
-    """An image to latents of one clip."""
+    """An image (B, 3, H, W) to latents (B, C, H/f, W/f)."""
 
-    def __init__(self, arch: VideoVQArch) -> None:
+    def __init__(self, arch: MoVQArch) -> None:
         super().__init__()
-        self.frames = arch.frames
         style, lowest = arch.encoder_style, arch.widths[-1]
         self.conv_in = nn.Conv2d(3, arch.widths[0], 3, padding=1)
         levels = blocks.resolution_levels(arch.widths, arch.blocks, style, arch.attention, up=False)
@@ -134,14 +133,23 @@ class MoVQEncoder(nn.Module):
         self.middle_block = MiddleBlock(lowest, style)
         self.norm_out = style.norm(lowest)
         self.conv_out = nn.Conv2d(lowest, arch.latent, 3, padding=1)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = blocks.run_encoder_levels(self.down_block["down"].children(), self.conv_in(pixels))
+        return self.conv_out(swish(self.norm_out(self.middle_block(x))))
+
+
+class VideoMoVQEncoder(MoVQEncoder):
+    """An image (B, 3, H, W) to latents (B, C, 1, H/f, W/f) of one clip."""
+
+    def __init__(self, arch: MoVQArch) -> None:
+        super().__init__(arch)
+        self.frames = arch.frames
         self.time_conv = nn.ModuleList(TimeResample(arch.latent, up=False) for _ in range(arch.time_resamples))
         self.time_res_stack = nn.ModuleList(TimeResidualBlock(arch.latent) for _ in range(arch.blocks))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """(B, 3, H, W) -> (B, C, 1, H/f, W/f)."""
-        x = blocks.run_encoder_levels(self.down_block["down"].children(), self.conv_in(pixels))
-        x = self.conv_out(swish(self.norm_out(self.middle_block(x))))
-        x = x[:, :, None].expand(-1, -1, self.frames, -1, -1)
+        x = super().forward(pixels)[:, :, None].expand(-1, -1, self.frames, -1, -1)
         for conv in self.time_conv:
             x = swish(conv(x))
         for block in self.time_res_stack:
@@ -150,13 +158,11 @@ class MoVQEncoder(nn.Module):
 
 
 class MoVQDecoder(nn.Module):
-    """Latents of one clip, and the quantised cells that its norms read, to the clip's first frame."""
+    """Latents and the quantised cells that its norms read, both (B, C, H, W), to an image (B, 3, H*f, W*f)."""
 
-    def __init__(self, arch: VideoVQArch) -> None:
+    def __init__(self, arch: MoVQArch) -> None:
         super().__init__()
         style, lowest = arch.decoder_style, arch.widths[-1]
-        self.time_res_stack = nn.ModuleList(TimeResidualBlock(arch.latent) for _ in range(arch.blocks))
-        self.time_conv = nn.ModuleList(TimeResample(arch.latent, up=True) for _ in range(arch.time_resamples))
         self.conv_in = nn.Conv2d(arch.latent, lowest, 3, padding=1)
         self.middle_block = MiddleBlock(lowest, style)
         levels = blocks.resolution_levels(arch.widths, arch.blocks + 1, style, arch.attention, up=True)
@@ -165,26 +171,55 @@ class MoVQDecoder(nn.Module):
         self.conv_out = nn.Conv2d(arch.widths[0], 3, 3, padding=1)
 
     def forward(self, latents: Tensor, cells: Tensor) -> Tensor:
-        """Both (B, C, 1, H, W) -> (B, 3, H*f, W*f)."""
+        x = self.middle_block(self.conv_in(latents), cells)
+        x = blocks.run_decoder_levels(self.up_block["up"].children(), x, cells)
+        return self.conv_out(swish(self.norm_out(x, cells)))
+
+
+class VideoMoVQDecoder(MoVQDecoder):
+    """Latents and quantised cells of one clip, both (B, C, 1, H, W), to its first frame (B, 3, H*f, W*f)."""
+
+    def __init__(self, arch: MoVQArch) -> None:
+        super().__init__(arch)
+        self.time_res_stack = nn.ModuleList(TimeResidualBlock(arch.latent) for _ in range(arch.blocks))
+        self.time_conv = nn.ModuleList(TimeResample(arch.latent, up=True) for _ in range(arch.time_resamples))
+
+    def forward(self, latents: Tensor, cells: Tensor) -> Tensor:
         both = torch.cat([latents, cells])
         for block in self.time_res_stack:
             both = block(both)
         for conv in self.time_conv:
             both = swish(conv(both))
-        x, cells = both[:, :, 0].chunk(2)  # the first frame
-        x = self.middle_block(self.conv_in(x), cells)
-        x = blocks.run_decoder_levels(self.up_block["up"].children(), x, cells)
-        return self.conv_out(swish(self.norm_out(x, cells)))
+        return super().forward(*both[:, :, 0].chunk(2))  # the first frame
+
+
+class ImageVQ(CodebookTokenizer):
+    """MoVQGAN, the image tokenizer of Lumina-mGPT 2.0."""
+
+    def __init__(self, arch: MoVQArch) -> None:
+        super().__init__(arch.downsample)
+        self.arch = arch
+        self.encoder = MoVQEncoder(arch)
+        self.decoder = MoVQDecoder(arch)
+        self.quantize = Codebook(arch.codes, arch.code_dim, unit=False)
+        self.quant_conv = nn.Conv2d(arch.latent, arch.code_dim, 1)
+        self.post_quant_conv = nn.Conv2d(arch.code_dim, arch.latent, 1)
+
+    def to_cells(self, pixels: Tensor) -> Tensor:
+        return self.quant_conv(self.encoder(pixels))
+
+    def to_pixels(self, cells: Tensor) -> Tensor:
+        return self.decoder(self.post_quant_conv(cells), cells)
 
 
 class VideoVQ(CodebookTokenizer):
     """Emu3's image tokenizer."""
 
-    def __init__(self, arch: VideoVQArch) -> None:
+    def __init__(self, arch: MoVQArch) -> None:
         super().__init__(arch.downsample)
         self.arch = arch
-        self.encoder = MoVQEncoder(arch)
-        self.decoder = MoVQDecoder(arch)
+        self.encoder = VideoMoVQEncoder(arch)
+        self.decoder = VideoMoVQDecoder(arch)
         self.quantize = Codebook(arch.codes, arch.code_dim, unit=False)
         self.quant_conv = TimeConv(arch.latent, arch.code_dim, (3, 1, 1))
         self.post_quant_conv = TimeConv(arch.code_dim, arch.latent, (3, 1, 1))

@@ -1,0 +1,108 @@
+"""Lumina-mGPT 2.0: the first version's decoder and layout, a Qwen2 text tokenizer, and codes of 8x8 pixels (MoVQGAN).
+
+An image of 768x768 pixels is 96 rows of 96 codes and a row end, more than 9300 tokens with its header.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from underdraw.layout import Layout
+from underdraw.models import chameleon
+from underdraw.models.checkpoint import Checkpoint
+from underdraw.models.family import (
+    Family,
+    ImageSize,
+    LoadedModel,
+    ModelSpec,
+    Placement,
+    PublishedCheckpoint,
+    SamplingDefaults,
+)
+from underdraw.models.lumina import PATCH, list_sizes, prompt_builder, trained_side
+from underdraw.models.movq_checkpoint import load_movqgan
+from underdraw.models.transformers_layout import ROPE_BUFFERS, TextTokenizer, load_saved_tokenizer
+from underdraw.models.weight_map import copy_weights
+from underdraw.nn.target import DecoderTarget
+
+VOCAB_SIZE = 171385
+CODES = range(155000, 155000 + 16384)
+DOWNSAMPLE = 8  # pixels per code
+SIDE = 768  # pixels, of the square that the model was trained for
+MAX_PATCHES = 48  # of a side, in an image of that area with the largest aspect ratio
+SAMPLING = SamplingDefaults(guidance=4.0, top_k=4096)
+IMAGE_TOKENIZER_HUB_ID = "ai-forever/MoVQGAN/movqgan_270M.ckpt"
+_COMPANION_FOLDERS = ("", "movqgan/270M/", "lumina_mgpt/movqgan/270M/")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Ids of the special tokens, by default the published ones; `sides[n]` is a side of n patches."""
+
+    image_start: int = 151665
+    image_end: int = 151666
+    row_end: int = 151670
+    sides: tuple[int, ...] = tuple(range(151671, 151671 + MAX_PATCHES + 1))
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer) -> SpecialTokens:
+        """The ids in a tokenizer; its names are those of the first version."""
+        return cls(
+            image_start=tokenizer.token_id("<racm3:break>"),
+            image_end=tokenizer.token_id("<eoss>"),
+            row_end=tokenizer.token_id("<reserved08799>"),
+            sides=tuple(tokenizer.token_id(f"<reserved{8800 + count:05d}>") for count in range(MAX_PATCHES + 1)),
+        )
+
+
+def matches(checkpoint: Checkpoint) -> bool:
+    config = checkpoint.config
+    return chameleon.has_chameleon_decoder(config) and not chameleon.is_chameleon(config)
+
+
+def make_layout(size: ImageSize, tokens: SpecialTokens) -> Layout:
+    sides = (tokens.sides[side // PATCH] for side in (size.height, size.width))
+    return Layout(
+        size.height // DOWNSAMPLE,
+        size.width // DOWNSAMPLE,
+        CODES,
+        prologue=(tokens.image_start, *sides),
+        row_end=tokens.row_end,
+        epilogue=(tokens.image_end,),
+    )
+
+
+def read_spec(checkpoint: Checkpoint) -> ModelSpec:
+    tokens = SpecialTokens.of(load_saved_tokenizer(checkpoint.folder, checkpoint.name))
+    return ModelSpec(
+        arch=replace(chameleon.chameleon_arch(checkpoint), outputs=CODES),
+        defaults=SAMPLING,
+        sizes=list_sizes(trained_side(checkpoint) or SIDE),
+        make_layout=lambda size: make_layout(size, tokens),
+    )
+
+
+def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
+    spec, text = read_spec(checkpoint), load_saved_tokenizer(checkpoint.folder, checkpoint.name)
+    names = [f"{folder}movqgan_270M.ckpt" for folder in _COMPANION_FOLDERS]
+    images = load_movqgan(checkpoint.find_or_download(names, IMAGE_TOKENIZER_HUB_ID), placement)
+    net, destinations = chameleon.allocate_decoder(spec.arch, placement)
+    copy_weights(checkpoint, destinations, [ROPE_BUFFERS])
+    start = text.token_id(text.start or "<|endoftext|>")
+    make_prompt = prompt_builder(text.encode, start, text.token_id("<reserved08706>"))
+    return spec.build(FAMILY.name, checkpoint, DecoderTarget(net), images, make_prompt)
+
+
+FAMILY = Family(
+    name="lumina2",
+    summary="Lumina-mGPT 2.0 7B: images of about 768 px squared in any shape up to 4:1, 96x96 codes",
+    published=tuple(
+        PublishedCheckpoint(
+            f"Alpha-VLLM/Lumina-mGPT-2.0{suffix}", "apache-2.0", "needs MoVQGAN, which is downloaded separately"
+        )
+        for suffix in ("", "-Omni")
+    ),
+    matches=matches,
+    load=load,
+    read_spec=read_spec,
+)

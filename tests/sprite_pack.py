@@ -18,7 +18,7 @@ OTHERS = 8  # portraits, landscapes and photographs
 
 
 def write(path: Path) -> Pack:
-    """Write the pack; even sprites may be flipped, every fourth one is a person."""
+    """Write the pack; even sprites may be flipped, every fourth one is a person, and the next one can be recoloured."""
     rows = [
         (
             Picture(
@@ -29,6 +29,7 @@ def write(path: Path) -> Pack:
                 phrase=f"a t{number}",
                 subject=f"emoji {number}",
                 flippable=number % 2 == 0,
+                region=(0.1, 0.5) if number % 4 == 1 else None,
             ),
             webp(sprite(number, index)),
         )

@@ -21,7 +21,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from recipes.tiny.compose import Composer, plain_phrase
+from recipes.tiny.compose import Composer
 from recipes.tiny.data import DEFAULT_STYLE, STYLES, Pack
 from underdraw.bench.report import markdown_table
 from underdraw.bench.sections import Table
@@ -35,12 +35,17 @@ CAPTIONS = 300_000
 STYLE_WORDS = {style.words for style in STYLES.values()}
 PAIR = re.compile(r"(.+) on the left and (.+) on the right")
 BACKGROUND = re.compile(r"(.+?),? ((?:on an? [a-z ]+ background|in front of .+))")
+ARTICLE_AND_SIZE = re.compile(r"^(?:an? )?(?:(?:small|large) )?")
+WHERE = re.compile(r"(?: facing (?:left|right))?(?: on the (?:left|right)| at the (?:top|bottom)(?: left| right)?)?$")
 PHOTO = "a photo of "
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """What a caption describes: one or two subjects; a photograph has no background."""
+    """What a caption describes: one or two subjects without article, size and position; the background if named.
+
+    The colour of a subject is a part of it: a purple fox is another subject than a fox.
+    """
 
     subjects: tuple[str, ...]
     style: str
@@ -48,16 +53,17 @@ class Combination:
 
 
 def parse_caption(caption: str) -> Combination:
-    """The combination of a caption in the composer's words; by default a 3D render on white."""
+    """The combination of a caption in the composer's words; without a style it counts as a 3D render."""
     if caption.startswith(PHOTO):
         return Combination((caption.removeprefix(PHOTO),), "photo", "")
     match = BACKGROUND.fullmatch(caption)
-    rest, background = (match[1], match[2]) if match else (caption, plain_phrase("white"))
+    rest, background = (match[1], match[2]) if match else (caption, "")
     subject, _, style = rest.rpartition(", ")
     if style not in STYLE_WORDS:
         subject, style = rest, STYLES[DEFAULT_STYLE].words
     pair = PAIR.fullmatch(subject)
-    return Combination((pair[1], pair[2]) if pair else (subject,), style, background)
+    subjects = (pair[1], pair[2]) if pair else (WHERE.sub("", subject),)
+    return Combination(tuple(ARTICLE_AND_SIZE.sub("", subject) for subject in subjects), style, background)
 
 
 class CaptionStatistics:
@@ -79,7 +85,8 @@ class CaptionStatistics:
             number, style = len(parsed.subjects), parsed.style
             self.total += 1
             self._subjects[number, parsed.subjects[0], style] += 1
-            self._backgrounds[number, parsed.background] += 1
+            if style != "photo":
+                self._backgrounds[number, parsed.background] += 1
             if number == 2:
                 self._seconds[parsed.subjects[1], style] += 1
                 self._pair_styles[style] += 1
@@ -92,7 +99,7 @@ class CaptionStatistics:
         if number == 2 and probability:
             probability *= self._seconds[subjects[1], style] / self._pair_styles[style]
         if style != "photo":
-            total = sum(seen for (size, name), seen in self._backgrounds.items() if size == number and name)
+            total = sum(seen for (size, _), seen in self._backgrounds.items() if size == number)
             probability *= self._backgrounds[number, combination.background] / max(1, total)
         return images * probability
 

@@ -1,8 +1,10 @@
-"""Composes training images: sprites on plain, gradient and photographic backgrounds, with captions that say so.
+"""Composes training images: which sprite, where, how large, in which colour and on which background, and the caption.
 
-`Composer` draws random scenes in numpy, without touching a pixel; `Painter` holds every image on the device at the few
-sizes in use and combines them there. Sprites are aligned to the tokenizer's cells, mostly centred and at one size: so a
-sprite is always cut into the same patches, and a model has one sequence of codes to learn for it instead of thousands.
+`Composer` draws random scenes in numpy, without touching a pixel; `Painter` paints them on a device. What a caption has
+a word for ("small", "on the left", "facing right", "purple") is said most of the time; what it does not say is free, so
+that seeds give different images. Sprites have few sizes and angles, and they and photographs are shifted by whole cells
+of the image tokenizer only: so a sprite is always cut into the same patches, and a model has a few sequences of codes
+to learn for it instead of thousands.
 """
 
 from __future__ import annotations
@@ -10,84 +12,71 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from recipes.tiny.data import DEFAULT_STYLE, Pack, Split, caption, pair_caption
+from recipes.tiny.facing import faces_left
+from recipes.tiny.palette import COLOURS, SPRITE_COLOURS, WHITE, describe, gradient_phrase, plain_phrase
 from underdraw.errors import ConfigError
-
-PALETTE: dict[str, tuple[int, int, int]] = {
-    "white": (255, 255, 255), "light gray": (226, 229, 233), "gray": (140, 146, 154), "black": (20, 20, 24),
-    "sky blue": (142, 202, 240), "blue": (48, 108, 214), "navy blue": (26, 38, 90), "teal": (42, 150, 148),
-    "mint green": (180, 232, 208), "green": (72, 158, 92), "yellow": (252, 216, 88), "orange": (246, 152, 66),
-    "red": (208, 54, 58), "pink": (250, 188, 206), "purple": (124, 88, 192), "lavender": (214, 206, 246),
-    "beige": (238, 225, 202), "brown": (122, 84, 62),
-}  # fmt: skip
-COLOURS = tuple(PALETTE)
-WHITE = COLOURS.index("white")
-
-
-def _article(name: str) -> str:
-    return ("an " if name[0] in "aeiou" else "a ") + name
-
-
-def plain_phrase(colour: str) -> str:
-    """'on a sky blue background'."""
-    return f"on {_article(colour)} background"
-
-
-def gradient_phrase(top: str, bottom: str) -> str:
-    """'on a navy blue to purple gradient background', from top to bottom."""
-    return f"on {_article(top)} to {bottom} gradient background"
-
-
-BACKGROUND_PHRASES = tuple(plain_phrase(colour) for colour in COLOURS)
 
 
 @dataclass(frozen=True, slots=True)
 class SceneConfig:
     """Probabilities of what a scene shows. What they leave of 1 are single sprites on a plain colour."""
 
-    photo: float = 0.04
-    landscape: float = 0.05
-    pair: float = 0.09
-    white: float = 0.28  # backgrounds of sprites: these three, otherwise a plain colour
+    photo: float = 0.07
+    landscape: float = 0.09
+    pair: float = 0.10
+    white: float = 0.20  # backgrounds of sprites: these three, otherwise a plain colour
     gradient: float = 0.16
-    scenery: float = 0.14
-    small: float = 0.15  # of single sprites on a plain background; on scenery it is 0.5
-    style_implied: float = 0.3  # of the default style's pictures
-    flip: float = 0.0
-    zoom: float = 1.4  # largest scale of photographs; varying crops keep the model from memorising them
+    scenery: float = 0.16
+    portrait_scenery: float = 0.3  # instead of `scenery`, behind portraits
+    large: float = 0.10  # of single sprites on a plain background
+    medium: float = 0.26
+    small: float = 0.14
+    recolour: float = 0.22  # of the single sprites that can be; half as often in pairs
+    turn: float = 0.16  # of single sprites
+    flip: float = 0.5
+    words: float = 0.8  # how often size and position are said; otherwise they are free
+    facing_words: float = 0.5
+    style_unnamed: float = 0.1
+    default_style_unnamed: float = 0.3
+    background_unnamed: float = 0.18  # of single sprites on a plain colour
     soft: float = 0.7  # of scenery behind a sprite: out of focus
     people_weight: float = 0.5
-    portrait_weight: float = 0.4
-    style_weights: dict[str, float] = field(default_factory=lambda: {DEFAULT_STYLE: 2.0, "fluent-3d-anim": 0.3})
+    portrait_weight: float = 1.0
+    style_weights: dict[str, float] = field(default_factory=lambda: {DEFAULT_STYLE: 2.0})
 
     def __post_init__(self) -> None:
-        for names in (("photo", "landscape", "pair"), ("white", "gradient", "scenery")):
+        sets = (("photo", "landscape", "pair"), ("white", "gradient", "scenery"), ("large", "medium", "small"))
+        for names in (*sets, ("white", "gradient", "portrait_scenery")):
             total = sum(getattr(self, name) for name in names)
             if total > 1:
                 raise ConfigError(f"the probabilities of {', '.join(names)} sum to {total:.2f}; use at most 1.")
 
 
+TURNS = (-10.0, 10.0)  # degrees
+ZOOMS = ((9 / 8, 2), (11 / 8, 4))  # scales of photographs, and positions of a crop along each side
+FAR = 3  # cells from the middle at which a sprite is 'on the left'
+
+
 @dataclass(frozen=True, slots=True)
 class SpriteSizes:
-    """The sides in pixels that sprites have on a canvas, all multiples of a cell."""
+    """The sides in pixels that sprites have on a canvas, all multiples of a cell. Small ones are those of pairs."""
 
     canvas: int
+    large: int
     main: int
+    medium: int
     small: int
-    pair: int
     cell: int = 8
 
     @classmethod
     def for_canvas(cls, canvas: int, cell: int = 8) -> SpriteSizes:
-        """The sizes for a canvas; 160, 128 and 88 of 192 pixels."""
+        """The sizes for a canvas; 176, 160, 128 and 88 of 192 pixels."""
         if canvas % cell:
             raise ConfigError(f"a canvas of {canvas} px is not a multiple of the tokenizer's {cell} px per code.")
-        main, small, pair = (int(canvas * share / cell) * cell for share in (5 / 6, 2 / 3, 0.47))
-        return cls(canvas, main, small, pair, cell)
+        large, main, medium, small = (int(canvas * share / cell) * cell for share in (11 / 12, 5 / 6, 2 / 3, 0.47))
+        return cls(canvas, large, main, medium, small, cell)
 
     def snap(self, position: float) -> int:
         """The multiple of a cell at or before a position."""
@@ -95,8 +84,8 @@ class SpriteSizes:
 
     def pair_corners(self) -> tuple[int, int, int]:
         """x of the left and of the right sprite of a pair, and y of both."""
-        left = self.snap((self.canvas / 2 - self.pair) / 2)
-        return left, self.canvas - self.pair - left, self.snap((self.canvas - self.pair) / 2 + self.cell / 2)
+        left = self.snap((self.canvas / 2 - self.small) / 2)
+        return left, self.canvas - self.small - left, self.snap((self.canvas - self.small) / 2 + self.cell / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +103,19 @@ class Scenes:
     x: np.ndarray  # (B, 2)
     y: np.ndarray  # (B, 2)
     flips: np.ndarray  # (B, 2) bool
-    style_implied: np.ndarray  # (B,) bool, the caption does not name the style
-    white_implied: np.ndarray  # (B,) bool, the caption does not name a white background
+    turns: np.ndarray  # (B, 2) degrees
+    colours: np.ndarray  # (B, 2) sprite colour, -1 for the one that the sprite has
+    says_size: np.ndarray  # (B,) bool, the caption may say 'small' or 'large'
+    says_position: np.ndarray  # (B,) bool
+    says_facing: np.ndarray  # (B,) bool
+    style_unnamed: np.ndarray  # (B,) bool
+    background_unnamed: np.ndarray  # (B,) bool
 
     def __len__(self) -> int:
         return len(self.top)
 
     def __getitem__(self, part: slice) -> Scenes:
         return Scenes(*(getattr(self, field.name)[part] for field in fields(self)))
-
-
-_SOFT = 16  # patches per side that scenery out of focus is averaged over
 
 
 class _WeightedRows:
@@ -159,9 +150,12 @@ class Composer:
             self._by_style[style] = np.append(self._by_style.get(style, np.empty(0, np.int64)), row)
         paired = np.array([row for rows in self._by_style.values() if len(rows) > 1 for row in rows], dtype=np.int64)
         self._paired = _WeightedRows(paired, np.array([self._weight(row) for row in paired]))
-        self._styles = np.array([picture.style for picture in pack.pictures])
-        self._is_portrait = np.array([picture.kind == "portrait" for picture in pack.pictures])
-        self._flippable = np.array([picture.flippable for picture in pack.pictures])
+        pictures = pack.pictures
+        self._styles = np.array([picture.style for picture in pictures])
+        self._is_portrait = np.array([picture.kind == "portrait" for picture in pictures])
+        self._flippable = np.array([picture.flippable for picture in pictures])
+        self._recolourable = np.array([picture.region is not None for picture in pictures])
+        self._faces_left = np.array([faces_left(picture) for picture in pictures])
 
     def _weight(self, row: int) -> float:
         picture, config = self.pack.pictures[row], self.config
@@ -188,7 +182,8 @@ class Composer:
         background = rng.random(count)
         is_white = background < config.white
         is_gradient = ~is_white & (background < config.white + config.gradient)
-        is_scenery = (background > 1 - config.scenery) & (len(self._scenery) > 0)
+        scenery = np.where(self._is_portrait[rows[:, 0]] & ~is_pair, config.portrait_scenery, config.scenery)
+        is_scenery = (background > 1 - scenery) & (len(self._scenery) > 0)
         top = np.where(is_white, WHITE, rng.integers(1, len(COLOURS), count))
         bottom = np.where(is_gradient, (top + rng.integers(1, len(COLOURS), count)) % len(COLOURS), top)
         backdrop = np.full(count, -1)
@@ -201,23 +196,28 @@ class Composer:
                 backdrop[mask] = rng.choice(choices, mask.sum())
 
         sizes, x, y = self._place_sprites(rows, backdrop >= 0, rng)
-        flips = (rng.random((count, 2)) < config.flip) & self._flippable[rows] & (rows >= 0)
+        flips, turns, colours = self._vary_sprites(rows, rng)
+        is_default = self._styles[rows[:, 0]] == DEFAULT_STYLE
+        style_unnamed = np.where(is_default, config.default_style_unnamed, config.style_unnamed)
         return Scenes(
             top=top,
             bottom=bottom,
             backdrop=backdrop,
             backdrop_flip=rng.random(count) < config.flip,
-            backdrop_view=np.stack([rng.uniform(1, config.zoom, count), *rng.random((2, count))], axis=1),
+            backdrop_view=self._views(count, rng),
             backdrop_soft=~has_no_sprite & (rng.random(count) < config.soft),
             rows=rows,
             sizes=sizes,
             x=x,
             y=y,
             flips=flips,
-            style_implied=(rng.random(count) < config.style_implied)
-            & (self._styles[rows[:, 0]] == DEFAULT_STYLE)
-            & ~is_pair,
-            white_implied=rng.random(count) < 0.5,
+            turns=turns,
+            colours=colours,
+            says_size=rng.random(count) < config.words,
+            says_position=rng.random(count) < config.words,
+            says_facing=(rng.random(count) < config.facing_words) & self._faces_left[rows[:, 0]] & ~is_pair,
+            style_unnamed=(rng.random(count) < style_unnamed) & ~is_pair & ~self._is_portrait[rows[:, 0]],
+            background_unnamed=(rng.random(count) < config.background_unnamed) & ~is_pair,
         )
 
     def _partners(self, first: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -230,27 +230,49 @@ class Composer:
             partners[mask] = choices[(index + rng.integers(1, len(choices), mask.sum())) % len(choices)]
         return partners
 
+    def _views(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """Scales of photographs and positions of crops, an eighth of the canvas apart."""  # (B, 3)
+        zooms = np.array(ZOOMS)[rng.integers(len(ZOOMS), size=count)]
+        steps = (rng.random((count, 2)) * zooms[:, 1:]).astype(np.int64)
+        return np.concatenate([zooms[:, :1], steps / (zooms[:, 1:] - 1)], axis=1)
+
+    def _vary_sprites(self, rows: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Mirrored or not, angles and colours of all sprites."""  # three arrays (B, 2)
+        config, shape = self.config, rows.shape
+        is_pair = (rows[:, 1] >= 0)[:, None]
+        flips = (rng.random(shape) < config.flip) & self._flippable[rows] & (rows >= 0)
+        is_turned = (rng.random(shape) < config.turn) & ~is_pair & ~self._is_portrait[rows] & (rows >= 0)
+        turns = np.where(is_turned, rng.choice(TURNS, shape), 0.0)
+        share = np.where(is_pair, config.recolour / 2, config.recolour)
+        is_recoloured = (rng.random(shape) < share) & self._recolourable[rows] & (rows >= 0)
+        return flips, turns, np.where(is_recoloured, rng.integers(len(SPRITE_COLOURS), size=shape), -1)
+
     def _place_sprites(
         self, rows: np.ndarray, has_backdrop: np.ndarray, rng: np.random.Generator
-    ) -> tuple[np.ndarray, ...]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sides, x and y of the top-left corners of all sprites."""  # three arrays (B, 2)
-        s, count = self.sizes, len(rows)
-        is_portrait = self._is_portrait[rows[:, 0]]
-        is_pair = rows[:, 1] >= 0
-        is_small = rng.random(count) < np.where(has_backdrop, 0.5, self.config.small)
-        size = np.where(is_pair, s.pair, np.where(is_portrait, s.canvas, np.where(is_small, s.small, s.main)))
-        x = (s.canvas - size) // 2 // s.cell * s.cell
-        y = x.copy()
-        # Half of the small sprites are shifted along x; in front of scenery they are at the bottom, on the ground.
-        is_small = is_small & ~is_pair & ~is_portrait
-        is_shifted = is_small & (rng.random(count) < 0.5)
-        margin = s.canvas - s.small
-        x = np.where(is_shifted, rng.integers(0, margin // s.cell + 1, count) * s.cell, x)
-        y = np.where(is_small & has_backdrop, s.snap(margin * 0.9), y)
-        left, right, pair_y = s.pair_corners()
+        s, config, count = self.sizes, self.config, len(rows)
+        is_portrait, is_pair = self._is_portrait[rows[:, 0]], rows[:, 1] >= 0
+        bounds = np.where(
+            has_backdrop[:, None], (0.0, 0.5, 0.7), np.cumsum([config.large, config.medium, config.small])
+        )  # (B, 3)
+        which = (rng.random(count)[:, None] >= bounds).sum(1)
+        size = np.array([s.large, s.medium, s.small, s.main])[which]
+        size = np.where(is_pair, s.small, np.where(is_portrait, s.canvas, size))
+        # A corner anywhere, in cells; two of three medium sprites stay near the middle.
+        cells = (s.canvas - size) // s.cell
+        free = (rng.random((count, 2)) * (cells + 1)[:, None]).astype(np.int64)
+        near = cells[:, None] // 2 + rng.integers(-2, 3, (count, 2))
+        is_near = (size == s.medium) & (rng.random(count) < 2 / 3)
+        x, y = np.where(is_near[:, None], near.clip(0, cells[:, None]), free).T * s.cell
+        # In front of scenery sprites stand on the ground.
+        ground = (s.canvas - size) - rng.integers(0, 3, count) * s.cell
+        y = np.where(has_backdrop, ground.clip(min=0), y)
+        left, right, middle = s.pair_corners()
+        pair_y = np.where(has_backdrop, y, middle + rng.integers(-3, 4, count) * s.cell).clip(0, s.canvas - s.small)
         x = np.stack([np.where(is_pair, left, x), np.full(count, right)], 1)
         y = np.stack([np.where(is_pair, pair_y, y)] * 2, 1)
-        return np.stack([size, np.full(count, s.pair)], 1), x, y
+        return np.stack([size, np.full(count, s.small)], 1), x, y
 
     def captions(self, scenes: Scenes) -> list[str]:
         """The captions of a batch."""
@@ -266,111 +288,34 @@ class Composer:
             background = f"in front of {pictures[backdrop].phrase}"
         elif top != bottom:
             background = gradient_phrase(COLOURS[top], COLOURS[bottom])
-        elif top == WHITE and second < 0 and scenes.white_implied[index]:
+        elif scenes.background_unnamed[index]:
             background = ""
         else:
             background = plain_phrase(COLOURS[top])
+        colours = [[SPRITE_COLOURS[colour]] if colour >= 0 else [] for colour in scenes.colours[index].tolist()]
         if second >= 0:
-            return pair_caption(pictures[first], pictures[second], background)
-        return caption(pictures[first], background, style="implied" if scenes.style_implied[index] else "named")
+            phrases = [
+                describe(pictures[row].phrase, words) for row, words in zip((first, second), colours, strict=True)
+            ]
+            return pair_caption(phrases[0], phrases[1], pictures[first].style, background)
+        phrase = describe(pictures[first].phrase, self._size_words(scenes, index) + colours[0])
+        if scenes.says_facing[index]:
+            phrase += " facing right" if scenes.flips[index, 0] else " facing left"
+        phrase += self._position_words(scenes, index)
+        style = "" if scenes.style_unnamed[index] else pictures[first].style
+        return caption(pictures[first], background, phrase=phrase, style=style)
 
+    def _size_words(self, scenes: Scenes, index: int) -> list[str]:
+        words = {self.sizes.small: ["small"], self.sizes.large: ["large"]}
+        return words.get(int(scenes.sizes[index, 0]), []) if scenes.says_size[index] else []
 
-class Painter:
-    """Paints scenes on a device, which holds all images at all sizes as 8-bit RGBA with premultiplied alpha."""
-
-    def __init__(self, pack: Pack, device: torch.device | str, rows: np.ndarray | None = None, cell: int = 8) -> None:
-        self.device = torch.device(device)
-        self.sizes = SpriteSizes.for_canvas(pack.px, cell)
-        palette = torch.tensor([PALETTE[name] for name in COLOURS], device=self.device)
-        self._palette = palette.float() / 255  # (colours, 3)
-        rows = pack.indices("all") if rows is None else rows
-        pixels = pack.pixels(rows)  # (N, px, px, 4) uint8
-        sprite = np.array([pack.pictures[row].kind == "sprite" for row in rows], dtype=bool)
-        masks = {self.sizes.canvas: ~sprite}  # portraits and photographs fill the canvas
-        for size in (self.sizes.main, self.sizes.small, self.sizes.pair):
-            masks[size] = sprite
-        self._banks: dict[int, Tensor] = {}  # size -> (n, size, size, 4) uint8
-        self._indices: dict[int, np.ndarray] = {}  # size -> (rows of the pack,) index in the bank
-        for size, mask in masks.items():
-            self._indices[size] = np.full(len(pack), -1)
-            self._indices[size][rows[mask]] = np.arange(mask.sum())
-            self._banks[size] = self._resize(pixels[mask], size)
-
-    def _resize(self, pixels: np.ndarray, size: int) -> Tensor:
-        bank = torch.empty(len(pixels), size, size, 4, dtype=torch.uint8, device=self.device)
-        for start in range(0, len(pixels), 256):
-            part = torch.from_numpy(pixels[start : start + 256]).to(self.device).float()  # (n, px, px, 4)
-            colour, alpha = part[..., :3], part[..., 3:]
-            part = torch.cat([colour * alpha / 255, alpha], -1).movedim(-1, 1)
-            if size != part.shape[-1]:
-                part = F.interpolate(part, size=(size, size), mode="bilinear", antialias=True)
-            bank[start : start + 256] = part.movedim(1, -1).round().clamp(0, 255).to(torch.uint8)
-        return bank
-
-    def paint(self, scenes: Scenes) -> Tensor:
-        """Pixels (B, 3, px, px) of a batch in [-1, 1], channels last in memory."""
-        px = self.sizes.canvas
-        top, bottom = (self._palette[self._to(colours)][:, None, None] for colours in (scenes.top, scenes.bottom))
-        ramp = torch.linspace(0, 1, px, device=self.device)[:, None, None]
-        canvas = (top + (bottom - top) * ramp).expand(-1, px, px, 3).contiguous()  # (B, px, px, 3)
-        self._paint_backdrops(canvas, scenes)
-        for slot in (0, 1):
-            for size in np.unique(scenes.sizes[scenes.rows[:, slot] >= 0, slot]):
-                which = np.flatnonzero((scenes.rows[:, slot] >= 0) & (scenes.sizes[:, slot] == size))
-                corner = scenes.x[which, slot], scenes.y[which, slot]
-                self._paste(canvas, which, scenes.rows[:, slot], scenes.flips[:, slot], int(size), corner)
-        return canvas.mul_(2).sub_(1).movedim(-1, 1)
-
-    def _paint_backdrops(self, canvas: Tensor, scenes: Scenes) -> None:
-        """Cover whole canvases with crops of photographs, flipped or not, in focus or not."""
-        which = np.flatnonzero(scenes.backdrop >= 0)
-        if not len(which):
-            return
-        px = self.sizes.canvas
-        pictures = self._banks[px][self._to(self._bank_indices(px, scenes.backdrop[which]))][..., :3] / 255.0
-        scale, left, top = self._to(scenes.backdrop_view[which].astype(np.float32)).T
-        flip = torch.where(self._to(scenes.backdrop_flip[which]), -1.0, 1.0)
-        zero = torch.zeros_like(scale)
-        cropped = 1 - 1 / scale  # share of the photograph outside the crop, both sides together
-        x = torch.stack([flip / scale, zero, cropped * (2 * left - 1)], dim=1)
-        y = torch.stack([zero, 1 / scale, cropped * (2 * top - 1)], dim=1)
-        grid = F.affine_grid(torch.stack([x, y], dim=1), [len(which), 3, px, px], align_corners=False)
-        crops = F.grid_sample(pictures.movedim(-1, 1), grid, padding_mode="border", align_corners=False)
-        soft = F.interpolate(F.avg_pool2d(crops, px // _SOFT), size=(px, px), mode="bilinear")
-        crops = torch.where(self._to(scenes.backdrop_soft[which])[:, None, None, None], soft, crops)
-        canvas[self._to(which)] = crops.movedim(1, -1)
-
-    def _bank_indices(self, size: int, rows: np.ndarray) -> np.ndarray:
-        """Indices of rows of the pack in the bank of a size."""
-        indices = self._indices[size][rows]
-        if (indices < 0).any():
-            missing = int(rows[indices < 0][0])
-            raise ConfigError(f"row {missing} of the pack is not on the device at {size} px; pass it to the painter.")
-        return indices
-
-    def _paste(
-        self,
-        canvas: Tensor,
-        which: np.ndarray,
-        rows: np.ndarray,
-        flips: np.ndarray,
-        size: int,
-        corner: tuple[np.ndarray, np.ndarray],
-    ) -> None:
-        """Paste images of one size on the canvases `which`, with their top-left corners at x, y."""
-        if not len(which):
-            return
-        px = self.sizes.canvas
-        indices = self._bank_indices(size, rows[which])
-        pixel = torch.arange(px, device=self.device)
-        x, y = (pixel - self._to(position)[:, None] for position in corner)  # (n, px) in the sprite
-        is_inside = ((y >= 0) & (y < size))[:, :, None] & ((x >= 0) & (x < size))[:, None]  # (n, px, px)
-        x = torch.where(self._to(flips[which])[:, None], size - 1 - x, x).clamp(0, size - 1)
-        y = y.clamp(0, size - 1)
-        picture = self._banks[size][self._to(indices)[:, None, None], y[:, :, None], x[:, None]]
-        picture = picture * (is_inside[..., None] / 255.0)  # (n, px, px, 4)
-        index = self._to(which)
-        canvas[index] = canvas[index] * (1 - picture[..., 3:]) + picture[..., :3]
-
-    def _to(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+    def _position_words(self, scenes: Scenes, index: int) -> str:
+        """' on the left', ' at the top right' and so on, or nothing near the middle; on scenery only left and right."""
+        if not scenes.says_position[index]:
+            return ""
+        s, size = self.sizes, int(scenes.sizes[index, 0])
+        x, y = ((int(corner[index, 0]) + size / 2 - s.canvas / 2) / s.cell for corner in (scenes.x, scenes.y))
+        side = "left" if x <= -FAR else "right" if x >= FAR else ""
+        if scenes.backdrop[index] >= 0 or abs(y) < FAR:
+            return f" on the {side}" if side else ""
+        return f" at the {'top' if y < 0 else 'bottom'}{' ' + side if side else ''}"

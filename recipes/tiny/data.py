@@ -42,7 +42,6 @@ class Style:
 
 STYLES: dict[str, Style] = {
     "fluent-3d": Style("3D render", "MIT (Microsoft)", "npm @lobehub/fluent-emoji-3d 1.1.0"),
-    "fluent-3d-anim": Style("3D animation still", "MIT (Microsoft)", "npm @lobehub/fluent-emoji-anim-1..4 1.0.0"),
     "fluent-color": Style("soft illustration", "MIT (Microsoft)", "npm @lobehub/fluent-emoji-modern 1.0.0"),
     "fluent-flat": Style("flat illustration", "MIT (Microsoft)", "npm @lobehub/fluent-emoji-flat 1.1.0"),
     "noto": Style("cartoon emoji", "Apache-2.0 (Google)", "npm @iconify-json/noto 1.2.9"),
@@ -64,7 +63,10 @@ DEFAULT_STYLE = "fluent-3d"  # what a caption without a style means
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One row of a pack. `phrase` has an article ('a fox'); `subject` is the same in all styles."""
+    """One row of a pack. `phrase` has an article ('a fox'); `subject` is the same in all styles.
+
+    `region` is the part of a sprite that can be recoloured (hue and luminance, see `recolour`), or None.
+    """
 
     key: str
     kind: Kind
@@ -73,6 +75,7 @@ class Picture:
     phrase: str
     subject: str
     flippable: bool
+    region: tuple[float, float] | None = None
 
 
 def stable_hash(text: str) -> int:
@@ -85,20 +88,23 @@ def is_held_out(subject: str, share: float = HELD_OUT_SHARE) -> bool:
     return stable_hash(f"held-out 0 {subject}") < share * 2**64
 
 
-def caption(picture: Picture, background: str = "", *, style: Literal["named", "implied"] = "named") -> str:
-    """'a fox, 3D render, on a sky blue background'; photographs are 'a photo of ...' and take no background."""
+def caption(picture: Picture, background: str = "", *, phrase: str | None = None, style: str | None = None) -> str:
+    """'a fox, 3D render, on a sky blue background'; photographs are 'a photo of ...' and take no background.
+
+    `phrase` and `style` are the picture's unless others are given; an empty style is not named.
+    """
     if picture.kind in ("photo", "landscape"):
         return f"a photo of {picture.phrase}"
-    if style == "implied":
-        return f"{picture.phrase} {background}".rstrip()
-    words = f"{picture.phrase}, {STYLES[picture.style].words}"
+    phrase, style = phrase or picture.phrase, picture.style if style is None else style
+    if not style:
+        return f"{phrase} {background}".rstrip()
+    words = f"{phrase}, {STYLES[style].words}"
     return f"{words}, {background}" if background else words
 
 
-def pair_caption(left: Picture, right: Picture, background: str) -> str:
-    """Two sprites of one style side by side."""
-    pair = f"{left.phrase} on the left and {right.phrase} on the right"
-    return f"{pair}, {STYLES[left.style].words}, {background}"
+def pair_caption(left: str, right: str, style: str, background: str) -> str:
+    """Two sprites of one style side by side, described by their phrases."""
+    return f"{left} on the left and {right} on the right, {STYLES[style].words}, {background}"
 
 
 class Pack:

@@ -56,7 +56,7 @@ _NO_ARTICLE = re.compile(
 )
 _PLAIN_NAMES = {  # everyday words for Unicode's names
     "automobile": "car", "oncoming automobile": "oncoming car", "sport utility vehicle": "blue car",
-    "dizzy": "dizzy star",
+    "dizzy": "dizzy star", "jack-o-lantern": "pumpkin",
     "deciduous tree": "tree", "lady beetle": "ladybug", "flying saucer": "ufo", "gem stone": "diamond",
     "wrapped gift": "gift", "doughnut": "donut", "honeybee": "bee", "locked": "padlock", "unlocked": "open padlock",
     "locked with key": "padlock with key", "locked with pen": "padlock with pen", "high voltage": "lightning bolt",
@@ -185,8 +185,7 @@ def emoji_pictures(style: str, cache: Path, table: EmojiTable) -> Iterator[RawPi
         emoji = drawing.variant.emoji
         # Of a role that exists as man, woman and person, each style contributes one.
         drawings[emoji.subject if emoji.group == "people" else emoji.hexcode].append(drawing)
-    forms: dict[str, Form] = {"fluent-3d": "raster", "fluent-3d-anim": "frame"}
-    form = forms.get(style, "svg")
+    form: Form = "raster" if style == "fluent-3d" else "svg"
     for key, choices in drawings.items():
         choices.sort(key=lambda drawing: drawing.variant.label)
         chosen = choices[stable_hash(f"{style} {key}") % len(choices)]
@@ -200,7 +199,7 @@ def emoji_pictures(style: str, cache: Path, table: EmojiTable) -> Iterator[RawPi
             subject=f"emoji {emoji.subject}",
             flippable=not _ONE_SIDED.search(emoji.label),
         )
-        yield RawPicture(picture, form, chosen.payload, 1 / 3)
+        yield RawPicture(picture, form, chosen.payload)
 
 
 def _files_by_code(package: str, extension: str, cache: Path, table: EmojiTable) -> Iterator[Drawing]:
@@ -212,13 +211,6 @@ def _files_by_code(package: str, extension: str, cache: Path, table: EmojiTable)
 
 def _fluent(style: str, cache: Path, table: EmojiTable) -> Iterator[Drawing]:
     return _files_by_code(style, "webp" if style == "fluent-3d" else "svg", cache, table)
-
-
-def _fluent_animated(style: str, cache: Path, table: EmojiTable) -> Iterator[Drawing]:
-    for part in (1, 2, 3, 4):
-        for drawing in _files_by_code(f"fluent-anim-{part}", "webp", cache, table):
-            if b"ANIM" in drawing.payload[:200]:  # the others are copies of the 3D style
-                yield drawing
 
 
 def _iconify(style: str, cache: Path, table: EmojiTable) -> Iterator[Drawing]:
@@ -242,7 +234,6 @@ _DRAWINGS = {
     "fluent-3d": _fluent,
     "fluent-color": _fluent,
     "fluent-flat": _fluent,
-    "fluent-3d-anim": _fluent_animated,
     "noto": _iconify,
     "noto-v1": _iconify,
     "twemoji": _iconify,

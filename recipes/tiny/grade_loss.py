@@ -15,8 +15,9 @@ import torch
 import typer
 from torch.nn import functional as F
 
-from recipes.tiny.compose import Composer, Painter, SceneConfig
+from recipes.tiny.compose import Composer, SceneConfig
 from recipes.tiny.data import Pack, Split
+from recipes.tiny.paint import Painter
 from underdraw.cli import options
 from underdraw.cli import train as cli
 from underdraw.cli.app import main

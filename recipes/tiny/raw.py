@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-Form = Literal["svg", "raster", "frame", "crop"]
+Form = Literal["svg", "raster", "crop"]
 
 
 @dataclass(frozen=True, slots=True)
 class RawPicture:
-    """A description and the bytes to render: an SVG, an image, a frame of an animation or a crop of a photograph."""
+    """A description and the bytes to render: an SVG, an image, or a crop of a photograph."""
 
     picture: Picture
     form: Form
     payload: bytes
-    position: float = 0.5  # from 0 to 1: of a frame in time, of a crop along the longer side
+    position: float = 0.5  # of a crop along the longer side, from 0 to 1
 
 
 def render(raw: RawPicture, px: int) -> Image.Image | None:
@@ -34,8 +34,6 @@ def render(raw: RawPicture, px: int) -> Image.Image | None:
         image = Image.open(io.BytesIO(_rasterise(raw.payload, px))).convert("RGBA")
     else:
         image = Image.open(io.BytesIO(raw.payload))
-        if raw.form == "frame":
-            image.seek(int(raw.position * getattr(image, "n_frames", 1)))
         image = image.convert("RGB" if raw.form == "crop" else "RGBA")
     if raw.form == "crop":
         side = min(image.size)

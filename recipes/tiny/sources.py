@@ -46,12 +46,6 @@ def _npm(name: str, version: str, sha256: str) -> Package:
     return Package(f"{NPM}/{name}/-/{name.rsplit('/', 1)[-1]}-{version}.tgz", sha256)
 
 
-_ANIMATED_SHA256 = (
-    "4c03ac178c1eabf2e2a16dd498f3cc2b92dc30ec3466ae38fdc497d4774c99ea",
-    "e431da8172e394036c330faa77648d6fbbae1fd3b0be95637c4497c9075019c0",
-    "3624d0c34c819c1794b74ccf6ae9034adff7c4cb6318dd2a645145f0196feb43",
-    "3d4c08f1e321f70808ef4996aba0ab575a9d97b6c56ffffc92cf6161a7836aa3",
-)
 PACKAGES: dict[str, Package] = {
     "emojibase": _npm("emojibase-data", "17.0.0", "d01d0e2ca4e22cb402679532155342c71e2e871f25c32223c013b8b166ebdf5a"),
     "fluent-3d": _npm(
@@ -63,10 +57,6 @@ PACKAGES: dict[str, Package] = {
     "fluent-flat": _npm(
         "@lobehub/fluent-emoji-flat", "1.1.0", "8f9113c027c7c20eced0070354715a4093a459b8bef6332b91d45f38c9bdb147"
     ),
-    **{
-        f"fluent-anim-{part}": _npm(f"@lobehub/fluent-emoji-anim-{part}", "1.0.0", sha256)
-        for part, sha256 in enumerate(_ANIMATED_SHA256, 1)
-    },
     "noto": _npm("@iconify-json/noto", "1.2.9", "3e918d88fc945c0bb3d468dbace6f88caef67f01c9f0e7bcae0915a042e8f1ad"),
     "noto-v1": _npm(
         "@iconify-json/noto-v1", "1.2.5", "2bf62c26c2c2884aa99e90aec942cdaee17a5921f05690694f4978ad4b017c37"

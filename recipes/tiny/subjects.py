@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from recipes.tiny.compose import COLOURS, PALETTE, Painter, Scenes, SpriteSizes, plain_phrase
+from recipes.tiny.compose import Scenes, SpriteSizes
 from recipes.tiny.data import Pack, caption, is_held_out, pair_caption
 from recipes.tiny.imagenet_features import NAME, ImageNetFeatures
+from recipes.tiny.paint import Painter
+from recipes.tiny.palette import COLOURS, PALETTE, plain_phrase
 from underdraw.bench.environment import describe_machine
 from underdraw.bench.sections import portable_settings
 from underdraw.errors import ConfigError
@@ -29,7 +31,6 @@ from underdraw.pipeline import Pipeline
 
 PromptSet = Literal["training", "held-out", "new style", "new pair"]
 PROMPT_SETS: tuple[PromptSet, ...] = get_args(PromptSet)
-ANIMATED = "fluent-3d-anim"  # left out of the gallery: it looks like the 3D renders, also where those are left out
 MIN_CANDIDATES = 8  # below that a rank means little
 T = TypeVar("T")
 GenerateFn = Callable[[Sequence[str], Sequence[int]], Tensor]
@@ -81,7 +82,7 @@ def choose_candidates(pack: Pack, count: int, rng: np.random.Generator) -> list[
 
 def _sprite_rows(pack: Pack) -> list[int]:
     """Rows of the images that may be in a gallery."""
-    return [row for row, image in enumerate(pack.pictures) if image.kind == "sprite" and image.style != ANIMATED]
+    return [row for row, image in enumerate(pack.pictures) if image.kind == "sprite"]
 
 
 def make_prompts(pack: Pack, names: Sequence[str], count: int, rng: np.random.Generator) -> list[GradedPrompt]:
@@ -112,7 +113,7 @@ def make_prompts(pack: Pack, names: Sequence[str], count: int, rng: np.random.Ge
         left = pack.pictures[first]
         partners = [row for name in training for row in rows[name] if name != left.subject]
         second = _choose([row for row in partners if pack.pictures[row].style == left.style], rng)
-        text = pair_caption(left, pack.pictures[second], background)
+        text = pair_caption(left.phrase, pack.pictures[second].phrase, left.style, background)
         prompts.append(GradedPrompt("new pair", text, (first, second), left.style, colour))
     return prompts
 
@@ -138,10 +139,11 @@ def compose_scenes(pack: Pack, sprites: Sequence[Sequence[int]], colours: Sequen
     return Scenes(
         top=colour, bottom=colour, backdrop=np.full(count, -1), backdrop_flip=no,
         backdrop_view=np.tile([1.0, 0.0, 0.0], (count, 1)), backdrop_soft=no, rows=rows,
-        sizes=np.where(is_pair, s.pair, [s.main, s.pair]),
+        sizes=np.where(is_pair, s.small, [s.main, s.small]),
         x=np.where(is_pair, (left, right), middle),
         y=np.where(is_pair, pair_y, [middle, middle]),
-        flips=np.zeros((count, 2), dtype=bool), style_implied=no, white_implied=no,
+        flips=np.zeros((count, 2), dtype=bool), turns=np.zeros((count, 2)), colours=np.full((count, 2), -1),
+        says_size=no, says_position=no, says_facing=no, style_unnamed=no, background_unnamed=no,
     )  # fmt: skip
 
 
@@ -151,9 +153,9 @@ def crop_subjects(image: Tensor, count: int, sizes: SpriteSizes) -> Tensor:
         return image[None]
     side = image.shape[-1]
     left, right, y = sizes.pair_corners()
-    half = round(sizes.pair / sizes.main * side / 2)
+    half = round(sizes.small / sizes.main * side / 2)
     padded = F.pad(image[None], (half, half, half, half), mode="replicate")[0]
-    row, *columns = (round((corner + sizes.pair / 2) * side / sizes.canvas) for corner in (y, left, right))
+    row, *columns = (round((corner + sizes.small / 2) * side / sizes.canvas) for corner in (y, left, right))
     crops = [padded[:, row : row + 2 * half, column : column + 2 * half] for column in columns]
     return F.interpolate(torch.stack(crops), size=(side, side), mode="bilinear")
 

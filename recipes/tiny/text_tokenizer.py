@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
-from recipes.tiny.compose import BACKGROUND_PHRASES
 from recipes.tiny.data import STYLES, Pack
+from recipes.tiny.palette import BACKGROUND_PHRASES, SPRITE_COLOURS
 from underdraw.cli.app import main
 from underdraw.tokenizers.text import FIRST_BYTE, FIRST_MERGE, TextTokenizer, normalize, pre_tokenize
 
@@ -73,6 +73,8 @@ def caption_texts(pack: Pack) -> list[str]:
     phrases = sorted({pack.pictures[row].phrase for row in pack.indices("train")})
     frame = [style.words for style in STYLES.values()] + list(BACKGROUND_PHRASES)
     frame += ["on the left and", "on the right", "a photo of", "in front of", ",", "on a gradient background to"]
+    frame += ["a small", "a large", "facing left", "facing right", "at the top left", "at the bottom right"]
+    frame += [f"a {colour}" for colour in SPRITE_COLOURS]
     return phrases + frame * 20
 
 

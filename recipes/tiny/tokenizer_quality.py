@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipes.tiny.compose import COLOURS, Composer, Painter, SceneConfig, Scenes
+from recipes.tiny.compose import Composer, SceneConfig, Scenes
 from recipes.tiny.data import Pack
 from recipes.tiny.lpips import LPIPS
+from recipes.tiny.paint import Painter
+from recipes.tiny.palette import COLOURS
 from underdraw.images import contact_sheet, pixels_to_images
 from underdraw.tokenizers.fsq import FSQTokenizer
 from underdraw.training.trainer import autocast

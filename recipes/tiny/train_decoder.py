@@ -23,9 +23,10 @@ import torch
 import typer
 from torch import Tensor
 
-from recipes.tiny.compose import Composer, Painter, SceneConfig, Scenes
+from recipes.tiny.compose import Composer, SceneConfig, Scenes
 from recipes.tiny.data import Pack
 from recipes.tiny.multi_token_loss import MultiTokenLoss, NextTokenLoss
+from recipes.tiny.paint import Painter
 from recipes.tiny.text_tokenizer import caption_texts, learn_vocabulary
 from underdraw.cli import options
 from underdraw.cli import train as cli

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 import typer
 
-from recipes.tiny.compose import Composer, Painter
+from recipes.tiny.compose import Composer
 from recipes.tiny.data import Pack
+from recipes.tiny.paint import Painter
 from underdraw.cli import options
 from underdraw.cli import train as cli
 from underdraw.cli.app import main

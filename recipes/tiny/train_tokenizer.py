@@ -20,9 +20,10 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from recipes.tiny.compose import Composer, Painter, SceneConfig
+from recipes.tiny.compose import Composer, SceneConfig
 from recipes.tiny.data import Pack
 from recipes.tiny.lpips import LPIPS
+from recipes.tiny.paint import Painter
 from recipes.tiny.tokenizer_quality import TokenizerEvaluator, TokenizerQuality, equals_previous_cell
 from underdraw.cli import options
 from underdraw.cli import train as cli
@@ -41,8 +42,8 @@ SMOKE_ARCH = FSQArch(
     decoder_widths=(48, 32, 32, 16),
     decoder_blocks=(1,) * 4,
 )
-# The tokenizer sees flips, and more small sprites and pairs than the decoder, which has to memorise positions.
-SCENES = SceneConfig(flip=0.5, small=0.35, pair=0.18, style_weights={})
+# The tokenizer sees more small sprites and pairs than the decoder, which has to memorise positions.
+SCENES = SceneConfig(small=0.35, pair=0.18, style_weights={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 The tiny model knows the words of its training captions and no others. This writes all of them, and the phrases that a
 prompt can be made of, for `underdraw models tiny --words`. Pictures are collected from the pinned packages but not
-rendered. The animation stills show subjects of the 3D renders, so their 730 MB are not fetched.
+rendered.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import typer
 
 from recipes.tiny.build import BuildConfig, collect
 from recipes.tiny.collect import PORTRAIT_STYLES
-from recipes.tiny.compose import COLOURS, plain_phrase
 from recipes.tiny.data import STYLES, Picture, is_held_out
 from recipes.tiny.emoji import EMOJI_STYLES
+from recipes.tiny.palette import COLOURS, SPRITE_COLOURS, plain_phrase
 from underdraw.cli.app import main
 from underdraw.io import atomic_write_json
 from underdraw.models.vocabulary import split_words
@@ -33,6 +33,8 @@ CAPTIONS = (
     "PORTRAIT, PORTRAIT STYLE, on a COLOUR background",
     "a photo of PHOTO",
     "a photo of SCENE",
+    "a small SPRITE COLOUR SUBJECT facing right at the top left, STYLE, on a COLOUR background",
+    "a large SUBJECT facing left at the bottom right, STYLE, on a COLOUR background",
 )
 app = typer.Typer(add_completion=False)
 _SKIN_TONE = re.compile(r" with [a-z-]+ skin tone(?: and (.*))?")
@@ -47,11 +49,13 @@ def vocabulary(pictures: Iterable[Picture]) -> dict[str, Any]:
     photos, scenes, portraits = (sorted(phrases.pop(kind, ())) for kind in ("photo", "landscape", "portrait"))
     frames = [re.sub("[A-Z]+", "", caption) for caption in CAPTIONS]
     frames += [plain_phrase(colour) for colour in COLOURS] + [style.words for style in STYLES.values()]
+    frames += SPRITE_COLOURS
     texts = [*frames, *photos, *scenes, *portraits, *(phrase for group in phrases.values() for phrase in group)]
     return {
         "captions": list(CAPTIONS),
         "styles": sorted({STYLES[style].words for style in EMOJI_STYLES}),
         "colours": list(COLOURS),
+        "sprite colours": list(SPRITE_COLOURS),
         "scenes": scenes,
         "photos": photos,
         "portrait styles": sorted({STYLES[style].words for style in PORTRAIT_STYLES}),
@@ -75,8 +79,7 @@ def vocabulary_command(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="JSON", help="File to write.")],
 ) -> None:
     """Write the vocabulary of the training captions."""
-    config = BuildConfig(drop=("fluent-3d-anim",))
-    content = vocabulary(raw.picture for raw in collect(config, cache))
+    content = vocabulary(raw.picture for raw in collect(BuildConfig(), cache))
     atomic_write_json(out, content)
     print(f"{out}: {sum(map(len, content['subjects'].values()))} subjects, {len(content['words'])} words")
 

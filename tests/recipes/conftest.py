@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recipes.tiny import imagenet_features
-from recipes.tiny.compose import Painter
 from recipes.tiny.data import Pack
 from recipes.tiny.imagenet_features import ImageNetFeatures
+from recipes.tiny.paint import Painter
 
 
 class PixelFeatures(ImageNetFeatures):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 
@@ -11,8 +12,10 @@ import torch
 from sprite_pack import PX
 from torch import Tensor
 
-from recipes.tiny.compose import COLOURS, PALETTE, Composer, Painter, SceneConfig, Scenes, SpriteSizes
+from recipes.tiny.compose import TURNS, Composer, SceneConfig, Scenes, SpriteSizes
 from recipes.tiny.data import Pack
+from recipes.tiny.paint import Painter
+from recipes.tiny.palette import COLOURS, PALETTE, SPRITE_COLOURS, describe
 from underdraw.errors import ConfigError
 
 
@@ -31,12 +34,12 @@ def one_scene(row: int, size: int, x: int, top: str, bottom: str, flip: bool = F
     return Scenes(
         np.array([COLOURS.index(top)]), np.array([COLOURS.index(bottom)]), np.array([-1]), no,
         np.array([[1.0, 0.0, 0.0]]), no, slots(row, -1), slots(size, 0), slots(x, 0), slots(8, 0),
-        slots(flip, False).astype(bool), no, no,
+        slots(flip, False).astype(bool), np.zeros((1, 2)), slots(-1, -1), no, no, no, no, no,
     )  # fmt: skip
 
 
 def test_sizes_of_the_usual_canvas() -> None:
-    assert SpriteSizes.for_canvas(192) == SpriteSizes(192, 160, 128, 88, 8)
+    assert SpriteSizes.for_canvas(192) == SpriteSizes(192, 176, 160, 128, 88, 8)
     with pytest.raises(ConfigError, match="not a multiple"):
         SpriteSizes.for_canvas(100)
 
@@ -51,9 +54,11 @@ def test_sprites_are_aligned_to_cells_inside_the_canvas(pack: Pack) -> None:
     assert 0.05 < is_pair.mean() < 0.15
     assert (scenes.x[is_pair, 0] + scenes.sizes[is_pair, 0] <= scenes.x[is_pair, 1]).all()  # the first is on the left
     assert (scenes.rows[is_pair, 0] != scenes.rows[is_pair, 1]).all()
-    is_main = has_sprite[:, 0] & ~is_pair & (scenes.sizes[:, 0] == SpriteSizes.for_canvas(PX).main)
-    assert is_main.mean() > 0.5  # most sprites have one size and one position
-    assert len(np.unique(np.stack([scenes.x[is_main, 0], scenes.y[is_main, 0]]), axis=1).T) == 1
+    sizes = SpriteSizes.for_canvas(PX)
+    is_single = has_sprite[:, 0] & ~is_pair & (scenes.sizes[:, 0] < PX)  # portraits fill the canvas
+    for size in (sizes.large, sizes.main, sizes.medium, sizes.small):
+        corners = np.stack([scenes.x, scenes.y])[:, is_single & (scenes.sizes[:, 0] == size), 0]
+        assert corners.shape[1] > 50 and len(np.unique(corners, axis=1).T) >= 4  # every size at several positions
 
 
 @pytest.mark.parametrize("split", ["train", "held-out"])
@@ -100,7 +105,7 @@ def test_photographs_are_cropped_flipped_and_blurred(pack: Pack, painter: Painte
 @pytest.mark.parametrize("flip", [False, True])
 def test_painter_places_sprites_on_the_background(flip: bool, pack: Pack, painter: Painter) -> None:
     row = next(row for row, picture in enumerate(pack.pictures) if picture.key == "noto/005")
-    size = SpriteSizes.for_canvas(PX).small
+    size = SpriteSizes.for_canvas(PX).medium
     image = to_bytes(painter.paint(one_scene(row, size, 16, "red", "red", flip))[0])  # (3, PX, PX)
     red = torch.tensor(PALETTE["red"])
     for y, x in ((7, 20), (20, 15), (20, 16 + size)):
@@ -126,7 +131,8 @@ def test_only_flippable_sprites_are_flipped(pack: Pack) -> None:
         has_sprite = scenes.rows[:, slot] >= 0
         flippable = np.array([pack.pictures[row].flippable for row in scenes.rows[has_sprite, slot]])
         assert 0 < flippable.mean() < 1 and np.array_equal(scenes.flips[has_sprite, slot], flippable)
-    assert not Composer(pack).draw(1000, np.random.default_rng(0)).flips.any()
+    flips = Composer(pack).draw(1000, np.random.default_rng(0)).flips
+    assert 0.1 < flips[:, 0].mean() < 0.4
 
 
 def test_captions_match_the_painted_background(pack: Pack, painter: Painter) -> None:
@@ -139,10 +145,87 @@ def test_captions_match_the_painted_background(pack: Pack, painter: Painter) -> 
             assert text.startswith("a photo of")
         colour = re.search(r"\bon an? ([a-z ]+) background$", text)
         if colour and "gradient" not in text and scenes.sizes[index, 0] < PX:
-            top_edge = tuple(pixels[index, :, 0, PX // 2].tolist())  # above every sprite
-            assert top_edge == PALETTE[colour.group(1)], text
+            is_free = np.ones((PX, PX), dtype=bool)
+            for slot in range(1 + (scenes.rows[index, 1] >= 0)):
+                left, top, size = (int(part[index, slot]) for part in (scenes.x, scenes.y, scenes.sizes))
+                is_free[top : top + size, left : left + size] = False
+            assert (
+                pixels[index].movedim(0, -1)[torch.from_numpy(is_free)] == torch.tensor(PALETTE[colour.group(1)])
+            ).all()
             checked += 1
     assert checked > 50
+
+
+def test_captions_say_size_position_direction_and_colour(pack: Pack) -> None:
+    """On a canvas of the usual size; a word is never wrong, and nearly all of them occur."""
+    large = copy.copy(pack)
+    large.px = 192
+    large.pictures = [
+        dataclasses.replace(picture, subject="emoji cat") if picture.style == "noto" else picture
+        for picture in pack.pictures
+    ]
+    composer = Composer(large, config=SceneConfig(photo=0, landscape=0, pair=0))
+    scenes = composer.draw(3000, np.random.default_rng(0))
+    middle = scenes.sizes[:, 0] / 2 - 96
+    x, y = scenes.x[:, 0] + middle, scenes.y[:, 0] + middle
+    seen = set()
+    for index, text in enumerate(composer.captions(scenes)):
+        subject = text.split(",")[0].split(" in front of ")[0]
+        words = {
+            word for word in ("small", "large", "left", "right", "top", "bottom") if re.search(rf"\b{word}\b", subject)
+        }
+        seen |= words
+        assert ("small" in words) <= (scenes.sizes[index, 0] == 88) and ("large" in words) <= (
+            scenes.sizes[index, 0] == 176
+        )
+        assert ("top" in words) <= (y[index] <= -24) and ("bottom" in words) <= (y[index] >= 24)
+        facing = re.search("facing (left|right)", subject)
+        if facing:
+            assert large.pictures[scenes.rows[index, 0]].flippable
+            assert (facing[1] == "right") == scenes.flips[index, 0]
+        side = re.search(r"(?:on the|at the top|at the bottom) (left|right)", subject)
+        if side:
+            assert x[index] <= -24 if side[1] == "left" else x[index] >= 24
+        colour = scenes.colours[index, 0]
+        assert colour < 0 or SPRITE_COLOURS[colour] in subject.split()
+    assert seen == {"small", "large", "left", "right", "top", "bottom"}
+    assert set(np.unique(scenes.turns)) == {0.0, *TURNS} and len(np.unique(scenes.colours)) == len(SPRITE_COLOURS) + 1
+
+
+@pytest.mark.parametrize(
+    ("phrase", "adjectives", "expected"),
+    [
+        ("an owl", [], "an owl"),
+        ("an owl", ["small", "purple"], "a small purple owl"),
+        ("a fox", ["orange"], "an orange fox"),
+        ("a red apple", ["blue"], "a blue apple"),
+        ("a red apple", ["large"], "a large red apple"),
+        ("glasses", ["small"], "small glasses"),
+        ("a blackbird", ["blue"], "a blue blackbird"),
+    ],
+)
+def test_adjectives_stand_before_the_noun(phrase: str, adjectives: list[str], expected: str) -> None:
+    assert describe(phrase, adjectives) == expected
+
+
+def test_turned_sprites_stay_in_their_square_and_recoloured_ones_change(pack: Pack, painter: Painter) -> None:
+    row = next(row for row, picture in enumerate(pack.pictures) if picture.key == "noto/005")
+    size = SpriteSizes.for_canvas(PX).medium
+    scene = one_scene(row, size, 16, "white", "white")
+    straight = painter.paint(scene)[0]
+    turned = painter.paint(dataclasses.replace(scene, turns=np.array([[TURNS[1], 0.0]])))[0]
+    outside = torch.ones(PX, PX, dtype=torch.bool)
+    outside[8 : 8 + size, 16 : 16 + size] = False
+    assert (turned[:, outside] == 1).all() and (turned - straight).abs().mean() > 0.05
+    blue = dataclasses.replace(scene, colours=np.array([[SPRITE_COLOURS.index("blue"), -1]]))
+    assert not torch.equal(painter.paint(blue), straight[None])
+
+
+def test_scenes_of_equal_settings_are_painted_equally(pack: Pack, painter: Painter) -> None:
+    scenes = Composer(pack).draw(40, np.random.default_rng(7))
+    assert torch.equal(painter.paint(scenes), painter.paint(scenes))
+    alone = painter.paint(scenes[3:4])
+    torch.testing.assert_close(painter.paint(scenes)[3:4], alone, atol=1e-5, rtol=0)  # independent of the batch
 
 
 def test_probabilities_are_checked() -> None:

@@ -12,10 +12,11 @@ import torch
 from commands import run_script
 
 from recipes.tiny import grade_loss
-from recipes.tiny.compose import Composer, Painter, SceneConfig
+from recipes.tiny.compose import Composer, SceneConfig
 from recipes.tiny.data import Pack
 from recipes.tiny.grade_loss import composed_losses
 from recipes.tiny.multi_token_loss import NextTokenLoss
+from recipes.tiny.paint import Painter
 from underdraw import Pipeline
 
 

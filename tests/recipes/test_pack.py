@@ -62,9 +62,10 @@ def test_captions_name_subject_style_and_background() -> None:
     beach = Picture("landscape/beach0", "landscape", "landscape", "travel-places", "a beach", "landscape beach0", True)
     assert caption(FOX, "on a sky blue background") == "a fox, 3D render, on a sky blue background"
     assert caption(FOX) == "a fox, 3D render"
-    assert caption(FOX, "on a red background", style="implied") == "a fox on a red background"
-    assert caption(FOX, style="implied") == "a fox"
+    assert caption(FOX, "on a red background", style="") == "a fox on a red background"
+    assert caption(FOX, style="") == "a fox"
+    assert caption(FOX, phrase="a small fox") == "a small fox, 3D render"
     assert caption(beach) == "a photo of a beach"
-    assert pair_caption(FOX, owl, "on an orange background") == (
+    assert pair_caption(FOX.phrase, owl.phrase, FOX.style, "on an orange background") == (
         "a fox on the left and an owl on the right, 3D render, on an orange background"
     )

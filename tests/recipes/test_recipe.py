@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from commands import call, run_script, start
 
-from recipes.tiny import captions, grade_loss, grade_subjects, train_decoder, train_drafter
+from recipes.tiny import (
+    captions,
+    grade_colours,
+    grade_loss,
+    grade_subjects,
+    grade_variety,
+    train_decoder,
+    train_drafter,
+)
 from recipes.tiny.data import Pack
 from underdraw.nn.weights import load_weights
 from underdraw.training.trainer import load_state
@@ -70,4 +78,24 @@ def test_recipe_trains_and_grades_a_model(pack: Pack, tmp_path: Path) -> None:
     done = run_script(grade_subjects, *options, "--out", tmp_path / "subjects.json", "--drafter", "jacobi", "--json")
     assert done.code == 0, done.err
     assert {entry["set"] for entry in done.record["sets"]} >= {"training", "held-out", "new pair"}
+    grade_seeds_and_colours(model, tmp_path)
     shutil.rmtree(model)
+
+
+def grade_seeds_and_colours(model: Path, folder: Path) -> None:
+    """The measures of variety and colours, with their sheets."""
+    kinds, coloured = folder / "kinds.json", folder / "coloured.txt"
+    kinds.write_text(json.dumps({"plain": ["a t1", "a t2"], "photo": ["a photo of a beach"]}))
+    coloured.write_text("a red t1\na small blue t2, 3D render\n")
+    common = ["-m", model, "--drafter", "jacobi", "--batch", 4, "--json"]
+    options = ["--prompts", kinds, "--seeds", 2, "--out", folder / "variety.json", "--sheet", folder / "seeds.jpg"]
+    done = run_script(grade_variety, *options, *common)
+    assert done.code == 0, done.err
+    plain, photo = json.loads((folder / "variety.json").read_text())["kinds"]
+    assert len(plain["equal_codes_by_prompt"]) == 2 and 0 <= plain["equal_codes"] < 1 and photo["entropy"] > 0
+    options = ["--prompts", coloured, "--seed", 3, "--out", folder / "colours.json", "--sheet", folder / "colours.jpg"]
+    done = run_script(grade_colours, *options, *common)
+    assert done.code == 0, done.err
+    record = json.loads((folder / "colours.json").read_text())
+    assert [entry["requested"] for entry in record["prompts"]] == ["red", "blue"] and record["seed"] == 3
+    assert all((folder / name).stat().st_size > 1000 for name in ("seeds.jpg", "colours.jpg"))

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recipes.tiny import grade_subjects, imagenet_features, sources
-from recipes.tiny.compose import COLOURS, PALETTE
 from recipes.tiny.data import Pack, is_held_out
 from recipes.tiny.imagenet_features import NORMS, STAGES, ImageNetFeatures
+from recipes.tiny.palette import COLOURS, PALETTE
 from recipes.tiny.sources import Package, sha256
 from recipes.tiny.subjects import PROMPT_SETS, SubjectGrader, border_colour, choose_candidates, make_prompts
 from underdraw.errors import CheckpointError, ConfigError

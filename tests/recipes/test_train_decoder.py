@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.tiny.compose import Composer, Painter
+from recipes.tiny.compose import Composer
 from recipes.tiny.data import Pack
 from recipes.tiny.multi_token_loss import MultiTokenLoss, NextTokenLoss
+from recipes.tiny.paint import Painter
 from recipes.tiny.text_tokenizer import caption_texts, learn_vocabulary
 from recipes.tiny.train_decoder import SHEETS, DecoderOptions, DecoderTrainer, initialise, initialise_from
 from recipes.tiny.train_tokenizer import SMOKE_ARCH

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.tiny.compose import Composer, Painter
+from recipes.tiny.compose import Composer
 from recipes.tiny.data import Pack
+from recipes.tiny.paint import Painter
 from recipes.tiny.tokenizer_quality import TokenizerEvaluator
 from recipes.tiny.train_tokenizer import (
     SCENES,

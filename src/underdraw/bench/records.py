@@ -1,4 +1,4 @@
-"""JSON result files (`kind`: engine, agreement, statistics, subjects, targets) as sections. No torch."""
+"""JSON result files (`kind`: one of RENDERERS, such as statistics or targets) as sections. No torch."""
 
 from __future__ import annotations
 
@@ -239,10 +239,43 @@ def _targets(record: Record) -> list[Section]:
     return [Section(text=text, table=Table(("T", "target", "wanted", "measured", "reached"), rows))]
 
 
+def _variety(record: Record) -> list[Section]:
+    text = (
+        f"{record['seeds']} seeds of each prompt at temperature {record['temperature']:g}. "
+        f"{describe_settings(record['settings'], record['machine'])}"
+    )
+    columns = ("kind", "prompts", "equal codes between seeds", "entropy, nats per code", "top-1 probability")
+    rows = [
+        [entry["name"], str(entry["prompts"]), percent(entry["equal_codes"]), f"{entry['entropy']:.2f}",
+         percent(entry["top1"])]
+        for entry in record["kinds"]
+    ]  # fmt: skip
+    return [Section(text=text, table=Table(columns, rows))]
+
+
+def _colours(record: Record) -> list[Section]:
+    settings, graded = record["settings"], record["prompts"]
+    text = (
+        f"{record['obeyed']} of {len(graded)} subjects have mostly the requested colour, measured on the pixels; "
+        f"temperature {settings['temperature']:g}, seeds from {record['seed']}. "
+        f"{describe_settings(settings, record['machine'])}"
+    )
+    rows = []
+    for colour in dict.fromkeys(entry["requested"] for entry in graded):
+        entries = [entry for entry in graded if entry["requested"] == colour]
+        obeyed = sum(entry["obeyed"] for entry in entries)
+        missed = [entry for entry in entries if not entry["obeyed"]]
+        others = ", ".join(f"{entry['prompt'].split(',')[0]} ({entry['seen']})" for entry in missed)
+        rows.append([colour, f"{obeyed} of {len(entries)}", others])
+    return [Section(text=text, table=Table(("colour", "obeyed", "others (colour seen)"), rows))]
+
+
 RENDERERS: dict[str, Callable[[Record], list[Section]]] = {
     "engine": _engine,
     "agreement": _agreement,
     "statistics": _statistics,
     "subjects": _subjects,
     "targets": _targets,
+    "variety": _variety,
+    "colours": _colours,
 }

@@ -16,6 +16,7 @@ from underdraw.models.family import LoadedModel
 from underdraw.models.lantern_drafters import load_nearest_codes
 from underdraw.models.loading import load_drafter_by_name, resolve_placement
 from underdraw.nn.numerics import Numerics, resolve_numerics
+from underdraw.nn.quantized_weight import WeightFormat, is_quantized
 from underdraw.nn.row_invariant import pack_weights
 from underdraw.protocols import Drafter, TreePolicy, Verifier
 from underdraw.registry import drafters, policies, verifiers
@@ -44,6 +45,11 @@ class PipelineParts:
     ) -> None:
         if numerics not in get_args(Numerics):
             raise unknown("numerics", numerics, get_args(Numerics))
+        if numerics == "fastest" and is_quantized(model.placement.weights):
+            raise ConfigError(
+                f"{model.placement.weights} weights are multiplied by row-invariant kernels; leave out numerics "
+                "'fastest', or the weights."
+            )
         self.model = dataclasses.replace(model, target=dataclasses.replace(model.target, numerics=numerics))
         self.compile = compile
         self.graphs = make_graph_cache(self.device, compile, numerics)
@@ -127,6 +133,11 @@ class PipelineParts:
         return resolve_numerics(self.model.target.numerics, self.device)
 
     @property
+    def weights(self) -> WeightFormat:
+        """The format of the decoder's matrices: `full`, or `int8`, `fp8` or `int4` if they are quantised."""
+        return self.model.placement.weights
+
+    @property
     def components(self) -> dict[str, nn.Module]:
         """The modules that hold weights."""
         target = self.model.target
@@ -147,6 +158,7 @@ class PipelineParts:
             "verifier": self.verifier_name,
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
+            **({} if self.weights == "full" else {"weights": self.weights}),
         }
         return f"Pipeline({', '.join(f'{key}={value!r}' for key, value in parts.items())})"
 
@@ -208,6 +220,7 @@ class PipelineParts:
                 self.drafter_name,
                 self.dtype,
                 self.numerics,
+                *([] if self.weights == "full" else [self.weights]),
                 f"batch {batch}",
             ),
             target=self.model.target,
@@ -230,6 +243,7 @@ class PipelineParts:
             drafters.build(self.drafter_name)
         folder = None if source is None or is_shipped else Path(source).expanduser()
         choices = {"drafter": self.drafter_name, "tree": self.tree_name, "verifier": self.verifier_name}
+        choices |= {"weights": self.weights} if is_quantized(self.weights) else {}
         return choices, folder if folder is not None and folder.is_dir() else None  # else it is a hub id
 
 

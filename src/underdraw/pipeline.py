@@ -25,9 +25,10 @@ from underdraw.engine.slot_batch import BatchParts
 from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.history import History, StepResult
 from underdraw.models.hub import HubOptions
-from underdraw.models.loading import load_model, open_model, read_saved_choices, resolve_placement
+from underdraw.models.loading import load_model, open_model, read_saved_choices, resolve_placement, resolve_weights
 from underdraw.models.saving import save_checkpoint, upload_folder
 from underdraw.nn.numerics import Numerics
+from underdraw.nn.quantized_weight import WeightFormat
 from underdraw.output import OutputType, PipelineOutput, Stats, check_pixels, decode_images
 from underdraw.parts import PipelineParts
 from underdraw.policies.fixed import NoTree
@@ -78,6 +79,7 @@ class Pipeline(PipelineParts):
         device: str | torch.device = "auto",
         compile: Compile = "auto",
         numerics: Numerics = "row-invariant",
+        weights: Literal["auto"] | WeightFormat = "auto",
         **hub_options: Any,
     ) -> Pipeline:
         """Load a checkpoint: "tiny", a folder or file, or an `owner/name` of the Hugging Face hub.
@@ -86,7 +88,9 @@ class Pipeline(PipelineParts):
         `auto` tree and `exact`. `torch_dtype` is another name of `dtype`. `compile` says how passes run on a GPU:
         captured as CUDA graphs and replayed ("capture"), with "fastest" numerics compiled before that ("on"), or
         eagerly ("off"); "auto" is "on". `numerics` is "row-invariant" (the same seed gives the same image with every
-        tree and batch) or "fastest". The hub options are `revision`, `token`, `cache_dir` and `local_files_only`.
+        tree and batch) or "fastest". `weights` quantises the matrices of the decoder while they are read: "int8", "fp8"
+        or "int4"; "auto" is what the checkpoint was saved with, else "full". The hub options are `revision`, `token`,
+        `cache_dir` and `local_files_only`.
         """
         placement = resolve_placement(device, dtype)
         if torch_dtype is not None:
@@ -95,6 +99,7 @@ class Pipeline(PipelineParts):
             placement = resolve_placement(device, torch_dtype)
         _check_options("from_pretrained", hub_options, [field.name for field in dataclasses.fields(HubOptions)])
         checkpoint = open_model(model, HubOptions(**hub_options))
+        placement = dataclasses.replace(placement, weights=resolve_weights(checkpoint, weights))
         loaded = load_model(checkpoint, placement)
         saved = read_saved_choices(checkpoint, loaded)
         return cls(
@@ -317,6 +322,7 @@ class Pipeline(PipelineParts):
             "proposal": self.proposal,
             "dtype": str(self.dtype).removeprefix("torch."),
             "numerics": self.numerics,
+            "weights": self.weights,
         }
 
     def _sample_request(self, images: int) -> GenerationRequest:

@@ -38,6 +38,14 @@ for tile in TILES:
     for rows in (1, 2, 19):
         check_fused_linear(tile, rows, torch.device("cpu"), torch.float32, 1e-5)
 """
+QUANTIZED_GEMM = """
+import torch
+from quantized_gemm_cases import FORMATS, check_quantized_gemm
+
+for weight_format in FORMATS:
+    for rows in (1, 19):
+        check_quantized_gemm(weight_format, rows, torch.device("cpu"), torch.float32, 1e-5)
+"""
 
 
 @pytest.mark.parametrize("case", attention_cases.CASES, ids=str)
@@ -50,6 +58,10 @@ def test_attention_bias_shows_committed_slots_and_ancestors(case: attention_case
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize("program", [ATTENTION, TOPK, FUSED_LAYER], ids=["attention", "topk", "fused-layer"])
+@pytest.mark.parametrize(
+    "program",
+    [ATTENTION, TOPK, FUSED_LAYER, QUANTIZED_GEMM],
+    ids=["attention", "topk", "fused-layer", "quantized-gemm"],
+)
 def test_kernels_match_torch(program: str) -> None:
     run_interpreted(program)

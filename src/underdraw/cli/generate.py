@@ -224,6 +224,7 @@ def generate(
     dtype: options.Dtype = "auto",
     compile: options.Compile = "auto",
     numerics: options.Numerics = "row-invariant",
+    weights: options.Weights = "auto",
     out: Out = None,
     force: Force = False,
     batch: Batch = 1,
@@ -246,7 +247,7 @@ def generate(
     if quiet:
         logging.getLogger("underdraw").setLevel(logging.ERROR)  # until `main` returns
     pipe, load_seconds = options.load_pipeline(
-        model, drafter, tree, verifier, device, dtype, compile, numerics, silent=selected.silent
+        model, drafter, tree, verifier, device, dtype, compile, numerics, weights, silent=selected.silent
     )
     request_options: dict[str, Any] = {
         "negative_prompt": negative, "height": height, "width": width, "guidance_scale": guidance,

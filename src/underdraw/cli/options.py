@@ -76,6 +76,14 @@ Numerics = Annotated[
         "round differently in other trees and batches.",
     ),
 ]
+Weights = Annotated[
+    Literal["auto", "full", "int8", "fp8", "int4"],
+    typer.Option(
+        rich_help_panel=PARTS,
+        help="Quantise the decoder's matrices on load: int8 or fp8 (half of the memory), int4 (a quarter), or full. "
+        "auto is what the model was saved with, else full. The image is another one than that of full weights.",
+    ),
+]
 Compile = Annotated[
     Literal["auto", "on", "capture", "off"],
     typer.Option(
@@ -153,6 +161,7 @@ def load_pipeline(
     dtype: str,
     compile: Literal["auto", "on", "capture", "off"] = "auto",
     numerics: Literal["row-invariant", "fastest"] = "row-invariant",
+    weights: Literal["auto", "full", "int8", "fp8", "int4"] = "auto",
     *,
     silent: bool,
 ) -> tuple[Pipeline, float]:
@@ -173,6 +182,7 @@ def load_pipeline(
             dtype=dtype,
             compile=compile,
             numerics=numerics,
+            weights=weights,
         )
         seconds = time.perf_counter() - start
     if pipe.graphs is not None:

@@ -79,6 +79,7 @@ def serve(
     dtype: options.Dtype = "auto",
     compile: options.Compile = "auto",
     numerics: options.Numerics = "row-invariant",
+    weights: options.Weights = "auto",
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key: ApiKey = None,
@@ -101,7 +102,9 @@ def serve(
         require_package(package, "serve", "underdraw serve")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("underdraw").setLevel(logging.WARNING if quiet else logging.INFO)
-    pipe, _ = options.load_pipeline(model, drafter, tree, verifier, device, dtype, compile, numerics, silent=quiet)
+    pipe, _ = options.load_pipeline(
+        model, drafter, tree, verifier, device, dtype, compile, numerics, weights, silent=quiet
+    )
     from underdraw.serving.server import serve as run_server
 
     def on_ready(address: str) -> None:

@@ -43,6 +43,22 @@ def _inverse_rms(square_sum, dim, eps):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def store_tile(  # type: ignore[no-untyped-def]
+    total, up_total, residual, out, m, n, rows, outputs, GATED: tl.constexpr, RESIDUAL: tl.constexpr
+):
+    """Round sums (M, N), gate them and add a residual, each rounded again, as separate kernels would."""
+    value = total.to(out.dtype.element_ty)
+    if GATED:
+        value = _silu_gate(value, up_total.to(out.dtype.element_ty))
+    stored = (m[:, None] < rows) & (n[None, :] < outputs)
+    index = m[:, None].to(tl.int64) * outputs + n[None, :]
+    if RESIDUAL:
+        before = tl.load(residual + index, mask=stored, other=0.0).to(tl.float32)
+        value = (before + value.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + index, value, mask=stored)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _gemm(  # type: ignore[no-untyped-def]
     x, weight, residual, out, rows, outputs, inputs, GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr,
@@ -64,19 +80,13 @@ def _gemm(  # type: ignore[no-untyped-def]
             w = tl.load(w_row + outputs.to(tl.int64) * inputs + start, mask=inside, other=0.0,
                         eviction_policy="evict_first")  # fmt: skip
             up_total = tl.dot(a, tl.trans(w), up_total, input_precision="ieee")
-    value = total.to(out.dtype.element_ty)
-    if GATED:
-        value = _silu_gate(value, up_total.to(out.dtype.element_ty))
-    stored = is_row & (n[None, :] < outputs)
-    index = m[:, None].to(tl.int64) * outputs + n[None, :]
-    if RESIDUAL:
-        before = tl.load(residual + index, mask=stored, other=0.0).to(tl.float32)
-        value = (before + value.to(tl.float32)).to(out.dtype.element_ty)
-    tl.store(out + index, value, mask=stored)
+    store_tile(total, up_total, residual, out, m, n, rows, outputs, GATED, RESIDUAL)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _add_rms_norm(x, y, gamma, total, normed, dim, eps, ADD: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_rms_norm(  # type: ignore[no-untyped-def]
+    x, y, gamma, total, normed, dim, eps, ADD: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr
+):
     """One row: total = x + y, and its RMSNorm; without ADD the norm of x alone."""
     d = tl.arange(0, D)
     index, inside = tl.program_id(0).to(tl.int64) * dim + d, d < dim
@@ -117,17 +127,18 @@ def gemm(
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     m, n, k, warps, stages = tile or _tile(rows, outputs, inputs, x.dtype)
-    stages = min(stages, 1 + _shared_memory(x.device) // ((m + n * (1 + gated)) * k * x.element_size()))
+    stages = min(stages, 1 + shared_memory(x.device) // ((m + n * (1 + gated)) * k * x.element_size()))
     with torch.cuda.device_of(x):
         _gemm[(triton.cdiv(outputs, n), triton.cdiv(rows, m))](
             x.contiguous(), weight, out if residual is None else residual.contiguous(), out, rows, outputs, inputs,
-            GATED=gated, RESIDUAL=residual is not None, M=m, N=n, K=k, num_warps=warps, num_stages=max(stages, 1),
+            GATED=gated, RESIDUAL=residual is not None, M=m, N=n, K=k,
+            num_warps=warps, num_stages=max(stages, 1),
         )  # fmt: skip
     return out
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that the tiles in flight may take."""
     if device.type != "cuda":
         return _MIN_SHARED_MEMORY

@@ -31,7 +31,7 @@ COMPANION_FOLDERS = "UNDERDRAW_FILES"  # environment variable: more folders to l
 SAVED_CHOICES_FILE = "underdraw.json"  # in a saved folder: its drafter, tree, verifier and image size
 TRAINED_BY_UNDERDRAW = "model-0.safetensors"  # the first file that `nn.weights.save_weights` writes into a folder
 _CONFIG = "a model configuration"  # in error messages
-_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -126,7 +126,7 @@ class Checkpoint:
         """The files with the weights: those in the index if there is one, safetensors preferred to pickles."""
         if self.path.is_file():
             return [self.path]
-        for index in _INDEX_FILES:
+        for index in INDEX_FILES:
             if (self.path / index).exists():
                 return self._indexed_files(index)
         for name in _SINGLE_FILES:

@@ -28,6 +28,8 @@ from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.hub import HubOptions
 from underdraw.models.vocabulary import Vocabulary
+from underdraw.nn.quantization import weight_format_of
+from underdraw.nn.quantized_weight import WeightFormat
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import ImageTokenizer, Prompt
@@ -94,10 +96,11 @@ class SizeRange:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Device and dtype of the weights."""
+    """Device and dtype of the weights, and whether the decoder's matrices are quantised."""
 
     device: torch.device
     dtype: torch.dtype
+    weights: WeightFormat = "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,7 @@ class LoadedModel:
     @property
     def placement(self) -> Placement:
         weight = self.target.net.head.weight
-        return Placement(weight.device, weight.dtype)
+        return Placement(weight.device, weight.dtype, weight_format_of(self.target.net))
 
     def unknown_words(self, texts: Iterable[str]) -> list[str]:
         """The words that the model was not trained with; empty for models that read any text."""

@@ -41,6 +41,7 @@ from underdraw.models.weight_map import (
     decoder_destinations,
 )
 from underdraw.nn.rope import Rope
+from underdraw.nn.row_invariant import QuantizedLinear
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import Prompt
@@ -193,6 +194,10 @@ def pair_rotated_dimensions(net: Transformer) -> None:
     for name, parameter in net.named_parameters():
         if name.endswith((".qkv.weight", ".qkv_bias")):
             parameter.data[: len(rows)] = parameter.data[rows]
+    for layer in net.blocks:
+        if isinstance(layer.qkv, QuantizedLinear):
+            values = torch.arange(len(rows), layer.qkv.outputs, device=rows.device)
+            layer.qkv.reorder(torch.cat([rows, values]))
 
 
 def _prompt_builder(checkpoint: Checkpoint, image_start: int) -> MakePrompt:

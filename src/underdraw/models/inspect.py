@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -19,16 +19,18 @@ from underdraw.models.checkpoint import (
 from underdraw.models.family import Family, ModelSpec, Placement
 from underdraw.models.hub import WEIGHT_SUFFIXES
 from underdraw.models.loading import all_families, find_family
+from underdraw.nn.quantization import decoder_bytes
+from underdraw.nn.quantized_weight import QuantizedFormat
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.nn.weights import SCALE, weight_files
 from underdraw.registry import families
 
-BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2}
+FULL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes that generation takes in one dtype."""
+    """Bytes that generation takes in one dtype or format of weights."""
 
     weights: int  # of the decoder
     cache: int  # KV cache of one image with guidance
@@ -47,7 +49,7 @@ class Report:
     image_tokenizer: dict[str, int] = field(default_factory=dict)  # of checkpoints that hold it in a folder `tokenizer`
     sizes: list[str] = field(default_factory=list)
     settings: dict[str, float] = field(default_factory=dict)  # sampling defaults
-    memory: dict[str, MemoryEstimate] = field(default_factory=dict)  # by dtype
+    memory: dict[str, MemoryEstimate] = field(default_factory=dict)  # by dtype or `weights` option
     drafters: list[str] = field(default_factory=list)
     note: str = ""
 
@@ -178,5 +180,12 @@ def _estimate_memory(spec: ModelSpec) -> dict[str, MemoryEstimate]:
     arch, tokens = spec.arch, spec.make_layout(spec.sizes[0]).steps
     keys_and_values, guidance_rows = 2, 2
     cached_values = keys_and_values * guidance_rows * tokens * arch.layers * arch.num_kv_heads * arch.head_width
-    parameters = _count_parameters(arch)
-    return {name: MemoryEstimate(parameters * size, cached_values * size) for name, size in BYTES_PER_VALUE.items()}
+    full = {
+        name: MemoryEstimate(decoder_bytes(arch, "full", dtype), cached_values * dtype.itemsize)
+        for name, dtype in FULL_DTYPES.items()
+    }
+    cache = cached_values * torch.bfloat16.itemsize
+    quantized = {
+        name: MemoryEstimate(decoder_bytes(arch, name, torch.bfloat16), cache) for name in get_args(QuantizedFormat)
+    }
+    return {**full, **quantized}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -20,12 +21,16 @@ from underdraw.errors import (
     UnderdrawError,
     UnsupportedError,
     first_line,
+    unknown,
 )
 from underdraw.io import read_json
 from underdraw.models.checkpoint import SAVED_CHOICES_FILE, TRAINED_BY_UNDERDRAW, Checkpoint, open_checkpoint
 from underdraw.models.family import Family, LoadedModel, Placement
 from underdraw.models.hub import HubOptions, download, is_hub_id
 from underdraw.models.lantern_drafters import load_lantern_head
+from underdraw.nn.memory import GIB, free_bytes
+from underdraw.nn.quantization import decoder_bytes
+from underdraw.nn.quantized_weight import WEIGHT_FORMATS, WeightFormat
 from underdraw.nn.weights import check_finite
 from underdraw.protocols import Drafter
 from underdraw.registry import drafters, families, parse
@@ -93,6 +98,7 @@ def load_model(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     """Load a checkpoint with its family's loader; whatever is wrong with its files is reported in one sentence."""
     family = detect_family(checkpoint)
     with _explain_errors(checkpoint.name, placement):
+        check_weights_fit(family, checkpoint, placement)
         model = family.load(checkpoint, placement)
         parts = {"decoder": model.target.net, "projection": model.target.projection, "tokenizer": model.image_tokenizer}
         for name, part in parts.items():
@@ -115,6 +121,37 @@ def _explain_errors(name: str, placement: Placement) -> Iterator[None]:
         raise CheckpointError(
             f"{name} cannot be loaded, its files do not match ({type(error).__name__}: {first_line(error)})."
         ) from error
+
+
+def check_weights_fit(family: Family, checkpoint: Checkpoint, placement: Placement) -> None:
+    """Raise a CapacityError for weights that do not fit into a GPU's free memory, with the formats that would."""
+    free = free_bytes(placement.device)
+    if free is None or family.read_spec is None:
+        return
+    arch = family.read_spec(checkpoint).arch
+    sizes = {name: decoder_bytes(arch, name, placement.dtype) for name in WEIGHT_FORMATS}
+    if sizes[placement.weights] <= free:
+        return
+    fitting = [f"{name} ({size / GIB:.1f} GiB)" for name, size in sizes.items() if size <= free]
+    advice = f"use weights {' or '.join(fitting)}" if fitting else "free memory or use a smaller model"
+    kind = str(placement.dtype).removeprefix("torch.") if placement.weights == "full" else placement.weights
+    raise CapacityError(
+        f"{checkpoint.name} has {sizes[placement.weights] / GIB:.1f} GiB of weights in {kind} and {free / GIB:.1f} GiB "
+        f"are free on {placement.device}; {advice}."
+    )
+
+
+def resolve_weights(checkpoint: Checkpoint, weights: str) -> WeightFormat:
+    """The format of the decoder's matrices: `auto` is what the checkpoint was saved with."""
+    if weights not in ("auto", *WEIGHT_FORMATS):
+        raise unknown("weights", weights, ("auto", *WEIGHT_FORMATS))
+    saved = checkpoint.read_json(SAVED_CHOICES_FILE).get("weights", "full")
+    if saved not in WEIGHT_FORMATS or (weights not in ("auto", saved) and saved != "full"):
+        raise ConfigError(
+            f"{checkpoint.name} was saved with {saved} weights and cannot be loaded with {weights}; leave the option "
+            "out, or load the checkpoint that it was made from."
+        )
+    return cast(WeightFormat, saved if weights == "auto" else weights)
 
 
 def read_saved_choices(checkpoint: Checkpoint, model: LoadedModel) -> dict[str, str]:

@@ -15,6 +15,7 @@ from underdraw.models.family import ImageSize, Placement
 from underdraw.models.transformers_layout import decoder_arch
 from underdraw.models.weight_map import allocate
 from underdraw.nn.rope import Rope
+from underdraw.nn.row_invariant import QuantizedLinear
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import Prompt
@@ -130,7 +131,17 @@ def randomise(module: torch.nn.Module) -> None:
     """Fill a module's parameters in place with seeded noise; norm weights become noise around 1."""
     weight = next(module.parameters())
     generator = torch.Generator(weight.device).manual_seed(0)
+    quantized = {name: part for name, part in module.named_modules() if isinstance(part, QuantizedLinear)}
     for name, parameter in module.named_parameters():
+        linear = quantized.get(name.rpartition(".")[0])
+        if linear is not None:
+            if name.endswith("values"):
+                noise = torch.empty(linear.outputs, linear.inputs, device=weight.device, dtype=weight.dtype)
+                if noise.is_cpu:  # input-major, as a matrix that is not quantised
+                    noise = noise.view(linear.inputs, linear.outputs).t()
+                linear.fill(slice(None), noise.normal_(generator=generator).mul_(linear.inputs**-0.5))
+                linear.pack()
+            continue
         parameter.normal_(generator=generator)
         if parameter.ndim == 1 or "norm" in name:
             parameter.mul_(0.1).add_(float(name.endswith("weight")))

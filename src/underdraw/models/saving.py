@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from underdraw.errors import ConfigError, UnsupportedError, first_line
-from underdraw.models.checkpoint import SAVED_CHOICES_FILE, Checkpoint
+from underdraw.io import read_json
+from underdraw.models.checkpoint import INDEX_FILES, SAVED_CHOICES_FILE, Checkpoint, read_tensors, tensor_shapes
 from underdraw.models.family import LoadedModel
-from underdraw.models.hub import COMPANIONS
+from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES
+from underdraw.nn.quantization import quantized_linears
+from underdraw.nn.row_invariant import QuantizedLinear
+from underdraw.nn.weights import SCALE, read_safetensors_header, write_safetensors
 
 
 def save_checkpoint(
@@ -35,6 +43,7 @@ def save_checkpoint(
         else:
             copy.mkdir()
             shutil.copy(model.path, copy)
+        _write_quantized(model, copy)
         if drafter_folder is not None:
             choices = {**choices, "drafter": f"drafter-{drafter_folder.resolve().name}"}
             shutil.copytree(drafter_folder, copy / choices["drafter"])
@@ -46,6 +55,38 @@ def save_checkpoint(
             folder.rmdir()
         copy.replace(folder)
     return folder
+
+
+def _write_quantized(model: LoadedModel, copy: Path) -> None:
+    """Replace the decoder's matrices in the copied files by the quantised ones, each with its scales."""
+    linears = quantized_linears(model.target.net)
+    matrices = {name: (linear, rows) for linear in linears for name, rows in linear.sources.items()}
+    for path in sorted(copy.rglob("*")) if matrices else ():
+        is_drafter = any(part.startswith("drafter") for part in path.relative_to(copy).parts[:-1])
+        if path.suffix in WEIGHT_SUFFIXES and not is_drafter and not matrices.keys().isdisjoint(tensor_shapes(path)):
+            _replace_matrices(path, matrices)
+        elif path.name in INDEX_FILES:
+            index = read_json(path, "the index of a checkpoint")
+            files = {name + SCALE: file for name, file in index["weight_map"].items() if name in matrices}
+            path.write_text(json.dumps({**index, "weight_map": {**index["weight_map"], **files}}), encoding="utf-8")
+
+
+def _replace_matrices(path: Path, matrices: Mapping[str, tuple[QuantizedLinear, slice]]) -> None:
+    """Rewrite a file of weights in its format with some of its matrices quantised."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in read_tensors(path):
+        if name in matrices:
+            linear, rows = matrices[name]
+            tensors[name], tensors[name + SCALE] = linear.rows(rows).to_stored()
+        elif name.removesuffix(SCALE) not in matrices:  # a scale of a matrix that was quantised before
+            tensors[name] = tensor.contiguous()
+    if path.suffix == ".safetensors":
+        metadata = read_safetensors_header(path)[1]
+        path.unlink()  # it may be a link into the hub's cache
+        write_safetensors(path, tensors, metadata)
+    else:
+        path.unlink()
+        torch.save(tensors, path)
 
 
 def _copy_companions(model: LoadedModel, copy: Path) -> None:

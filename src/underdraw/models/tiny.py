@@ -11,11 +11,13 @@ from underdraw.layout import Layout
 from underdraw.models.checkpoint import TRAINED_BY_UNDERDRAW, Checkpoint
 from underdraw.models.family import Family, ImageSize, LoadedModel, Placement, PublishedCheckpoint, SamplingDefaults
 from underdraw.models.vocabulary import load_vocabulary
+from underdraw.nn.quantization import quantize_decoder
+from underdraw.nn.quantized_weight import is_quantized
 from underdraw.nn.rope import Rope
 from underdraw.nn.row_invariant import pack_weights
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
-from underdraw.nn.weights import load_weights
+from underdraw.nn.weights import load_stored_weights
 from underdraw.protocols import Prompt
 from underdraw.tokenizers.fsq import load_tokenizer
 from underdraw.tokenizers.text import TextTokenizer
@@ -47,12 +49,14 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     folder = checkpoint.folder
     image_tokenizer, _ = load_tokenizer(folder / "tokenizer", placement.device)
     text_tokenizer = TextTokenizer.load(folder / "decoder" / "text.json")
-    weights, metadata = load_weights(folder / "decoder")
+    weights, quantized, metadata = load_stored_weights(folder / "decoder")
     if metadata.get("kind") != MODEL_TYPE:
         raise CheckpointError(f"{folder / 'decoder'} holds a {metadata.get('kind')!r}, not a decoder of this family.")
     sizes, (height, width) = metadata["arch"], metadata["grid"]
     net = Transformer(tiny_arch(sizes["text"], sizes["codes"], dim=sizes["dim"], layers=sizes["layers"]))
-    net.load_state_dict(weights)
+    net.load_state_dict({**weights, **{name: weight.dequantize() for name, weight in quantized.items()}})
+    if is_quantized(placement.weights):
+        quantize_decoder(net, placement.weights, quantized)
     net = net.to(placement.device, placement.dtype).eval().requires_grad_(False)
     pack_weights(net)
     codes = range(sizes["text"], sizes["text"] + sizes["codes"])

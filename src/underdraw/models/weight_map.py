@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -19,8 +19,11 @@ from underdraw.errors import CapacityError, CheckpointError
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import Placement
 from underdraw.nn.memory import physical_memory
-from underdraw.nn.row_invariant import to_input_major
+from underdraw.nn.quantization import make_quantized
+from underdraw.nn.quantized_weight import QuantizedWeight, is_quantized
+from underdraw.nn.row_invariant import QuantizedLinear, to_input_major
 from underdraw.nn.transformer import Arch, Transformer
+from underdraw.nn.weights import SCALE
 
 M = TypeVar("M", bound=nn.Module)
 _MAX_LISTED = 6  # names that an error message lists before it counts the rest
@@ -66,8 +69,28 @@ HF_HEAD = WeightRule("lm_head.weight", "head.weight", tensor_rows="outputs")
 class WeightDestination:
     """Memory that a tensor of the checkpoint is copied into: a parameter or a slice of its rows."""
 
-    memory: Tensor
+    memory: Tensor  # of a quantised matrix a meta tensor, for its shape
     tensor_rows: slice | None = None  # copy only these rows of the checkpoint's tensor
+    quantized: QuantizedLinear | None = None  # quantise the tensor into this matrix
+    rows: slice = field(default_factory=lambda: slice(None))  # of the quantised matrix
+
+    def fill(self, name: str, tensor: Tensor, scale: Tensor | None, checkpoint: str) -> None:
+        """Copy or quantise a tensor of the checkpoint; `scale` is that of a tensor that was saved quantised."""
+        stored = None if scale is None else QuantizedWeight.from_stored(tensor, scale)
+        if self.quantized is None:
+            tensor = tensor if stored is None else stored.dequantize()
+            rows = tensor if self.tensor_rows is None else tensor[self.tensor_rows]
+            self.memory.copy_(_match_shape(name, rows, self.memory.shape, checkpoint))
+            return
+        if stored is not None and stored.format != self.quantized.format:
+            raise CheckpointError(
+                f"{checkpoint} was saved with {stored.format} weights and cannot be loaded with "
+                f"{self.quantized.format}; load the checkpoint that it was made from."
+            )
+        shape = tensor.shape if stored is None else torch.Size((stored.values.shape[0], stored.inputs))
+        _match_shape(name, torch.empty(shape, device="meta"), self.memory.shape, checkpoint)
+        self.quantized.fill(self.rows, tensor if stored is None else stored)
+        self.quantized.sources[name] = self.rows
 
 
 def row_ranges(arch: Arch) -> dict[str, slice]:
@@ -92,16 +115,21 @@ def decoder_destinations(
     `rows` adds row ranges of the family. Rules for parameters that this architecture lacks (norms) are skipped.
     """
     ranges = {**row_ranges(net.arch), **(rows or {})}
-    parameters = dict(net.named_parameters())
+    parameters: dict[str, Tensor | QuantizedLinear] = dict(net.named_parameters())
+    parameters |= {
+        f"{name}.weight": module for name, module in net.named_modules() if isinstance(module, QuantizedLinear)
+    }
     destinations = {}
     for rule in rules:
         for layer in range(net.arch.layers if "{i}" in rule.tensor else 1):
             parameter = parameters.get(rule.parameter.format(i=layer))
             if parameter is None:
                 continue
-            destinations[prefix + rule.tensor.format(i=layer)] = WeightDestination(
-                parameter.data[ranges[rule.rows]] if rule.rows else parameter.data,
-                ranges[rule.tensor_rows] if rule.tensor_rows else None,
+            part = ranges[rule.rows] if rule.rows else slice(None)
+            destinations[prefix + rule.tensor.format(i=layer)] = (
+                WeightDestination(parameter.data[part], ranges[rule.tensor_rows] if rule.tensor_rows else None)
+                if isinstance(parameter, Tensor)
+                else WeightDestination(parameter.shape_of(part), quantized=parameter, rows=part)
             )
     return destinations
 
@@ -118,6 +146,8 @@ def allocate(build: Callable[[], M], placement: Placement) -> M:
     """Build a module with uninitialised weights on its device and in its dtype."""
     with torch.device("meta"):
         module = build().to(placement.dtype)
+        if is_quantized(placement.weights):
+            make_quantized(module, placement.weights)
     needed, memory = sum(value.nbytes for value in module.state_dict().values()), physical_memory()
     if placement.device.type == "cpu" and needed > memory:
         raise CapacityError(
@@ -138,7 +168,9 @@ def copy_weights(
     """
     shapes = checkpoint.shapes()
     missing = [name for name in destinations if name not in shapes]
-    unexpected = [name for name in shapes if name not in destinations and not any(re.match(p, name) for p in ignored)]
+    scale_names = {name + SCALE for name in destinations if name + SCALE in shapes}
+    expected = destinations.keys() | scale_names
+    unexpected = [name for name in shapes if name not in expected and not any(re.match(p, name) for p in ignored)]
     if "fc.weight" not in destinations:
         refuse_drafter(checkpoint.name, shapes)
     problems = [
@@ -146,10 +178,12 @@ def copy_weights(
     ]
     if problems:
         raise CheckpointError(f"{checkpoint.name} {' and '.join(problems)}; it is incomplete or another kind of model.")
+    scales = dict(checkpoint.tensors(scale_names)) if scale_names else {}
     for name, tensor in checkpoint.tensors(destinations):
-        destination = destinations[name]
-        rows = tensor if destination.tensor_rows is None else tensor[destination.tensor_rows]
-        destination.memory.copy_(_match_shape(name, rows, destination.memory.shape, checkpoint.name))
+        destinations[name].fill(name, tensor, scales.get(name + SCALE), checkpoint.name)
+    for destination in destinations.values():
+        if destination.quantized is not None:
+            destination.quantized.pack()
 
 
 def refuse_drafter(name: str, tensor_names: Container[str]) -> None:

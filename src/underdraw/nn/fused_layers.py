@@ -13,7 +13,7 @@ from underdraw.kernels import fused_layer
 from underdraw.kernels.fused_layer import DeferredNorm, HeadConfig, fused_linear
 from underdraw.nn.layer_functions import LayerFunctions
 from underdraw.nn.rope import CosSin
-from underdraw.nn.row_invariant import Linear
+from underdraw.nn.row_invariant import Linear, PackedLinear, QuantizedLinear
 from underdraw.nn.transformer import Arch, DecoderLayer, RMSNorm, Transformer
 
 ProjectQKV = Callable[[DecoderLayer, Tensor], Tensor]
@@ -52,14 +52,20 @@ def with_cache_kernel(project_qkv: ProjectQKV, layer_to_qkv: LayerToQKV) -> Laye
     return LayerFunctions(qkv_to_cache, layer_to_layer)
 
 
+def _matrix(linear: PackedLinear | QuantizedLinear) -> Tensor:
+    """The weight of a matrix that is not quantised; quantised decoders run with row-invariant kernels only."""
+    assert isinstance(linear, PackedLinear)
+    return linear.weight
+
+
 def _project_qkv(layer: DecoderLayer, x: Tensor) -> Tensor:
-    return _add_bias(fused_linear(_rms_norm(layer.attention_norm, x), layer.qkv.weight)[0], layer)
+    return _add_bias(fused_linear(_rms_norm(layer.attention_norm, x), _matrix(layer.qkv))[0], layer)
 
 
 def _layer_to_qkv(layer: DecoderLayer, next_layer: DecoderLayer, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
     norm = next_layer.attention_norm
     x, deferred = _post_attention(layer, x, attended, norm if isinstance(norm, RMSNorm) else None)
-    return x, _add_bias(fused_linear(deferred or x, next_layer.qkv.weight)[0], next_layer)
+    return x, _add_bias(fused_linear(deferred or x, _matrix(next_layer.qkv))[0], next_layer)
 
 
 def _add_bias(qkv: Tensor, layer: DecoderLayer) -> Tensor:
@@ -81,10 +87,10 @@ def _post_attention(
     layer: DecoderLayer, x: Tensor, attended: Tensor, next_norm: RMSNorm | None
 ) -> tuple[Tensor, DeferredNorm | None]:
     """Output projection and FFN: the next layer's input, and the same for the GEMM behind its norm."""
-    x, deferred = _linear_then_norm(attended, layer.out.weight, x, layer.ffn_norm)
+    x, deferred = _linear_then_norm(attended, _matrix(layer.out), x, layer.ffn_norm)
     assert deferred is not None
-    hidden, _ = fused_linear(deferred, layer.gate_up.weight, gated=True)
-    return _linear_then_norm(hidden, layer.down.weight, x, next_norm)
+    hidden, _ = fused_linear(deferred, _matrix(layer.gate_up), gated=True)
+    return _linear_then_norm(hidden, _matrix(layer.down), x, next_norm)
 
 
 def _linear_then_norm(

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from underdraw.nn.quantized_weight import QuantizedFormat, QuantizedWeight, quantize, storage_shapes
 from underdraw.plan import MAX_NODES
 
 log = logging.getLogger(__name__)
@@ -81,8 +83,13 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Row-invariant `F.linear`: x (..., in) and weight (out, in), or packed (P, in, PACK_WIDTH), to (..., out)."""
+def linear(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """Row-invariant `F.linear`: x (..., in) and weight (out, in), or packed (P, in, PACK_WIDTH), to (..., out).
+
+    A quantised weight is dequantised for this product: on a CPU it saves memory and not time.
+    """
+    if isinstance(weight, QuantizedWeight):
+        weight = _dequantize(weight, x.dtype)
     if not x.is_cpu or torch.is_grad_enabled():
         return F.linear(x, unpack(weight), bias)
     product = F.linear if weight.ndim == 2 else _packed_product
@@ -97,6 +104,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None:
         out += bias
     return out[:count].view(*x.shape[:-1], -1) if padding else out
+
+
+def _dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight packed in float32, or input-major (out, in) in another dtype."""
+    matrix = weight.dequantize().to(dtype)
+    if dtype == torch.float32 and matrix.ndim == 3:
+        return matrix
+    return unpack(matrix).t().contiguous().t()
 
 
 def _packed_product(x: Tensor, packed: Tensor) -> Tensor:
@@ -135,9 +150,66 @@ class PackedLinear(Linear):
             pack_weights(self)
 
 
+class QuantizedLinear(nn.Module):
+    """A matrix (out, in) without a bias, as bytes and scales that are filled row by row (`nn.quantized_weight`)."""
+
+    def __init__(self, inputs: int, outputs: int, weight_format: QuantizedFormat) -> None:
+        super().__init__()
+        self.inputs, self.outputs, self.format = inputs, outputs, weight_format
+        values, scale = storage_shapes(outputs, inputs, weight_format)
+        self.values = nn.Parameter(torch.empty(values, dtype=torch.uint8), requires_grad=False)
+        self.scale = nn.Parameter(torch.empty(scale, dtype=torch.float32), requires_grad=False)
+        self.order: Tensor | None = None  # of the rows, if they were reordered after they were filled in
+        self.sources: dict[str, slice] = {}  # rows by the names of the checkpoint's tensors that they were read from
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        return QuantizedWeight(self.values, self.scale, self.inputs, self.format)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+    def fill(self, rows: slice, weight: Tensor | QuantizedWeight) -> None:
+        """Quantise `weight` into some rows, or copy rows that are quantised already."""
+        if isinstance(weight, Tensor):
+            weight = quantize(weight.to(self.values.device), self.format)
+        self.values.data[rows].copy_(weight.values)
+        self.scale.data[rows].copy_(weight.scale)
+
+    def shape_of(self, rows: slice) -> Tensor:
+        """A meta tensor with the shape of some rows of the matrix."""
+        return torch.empty(self.outputs, self.inputs, device="meta")[rows]
+
+    def rows(self, rows: slice) -> QuantizedWeight:
+        """Some rows as they were filled in, with values (rows, in)."""
+        weight, index = self.weight.unpack(), rows if self.order is None else self.order.argsort()[rows]
+        return weight._replace(values=weight.values[index], scale=weight.scale[index])
+
+    def reorder(self, order: Tensor) -> None:
+        """Move row order[i] to row i, for all rows."""
+        weight, self.order = self.weight.unpack(), order
+        self.values.data, self.scale.data = weight.values.data[order], weight.scale.data[order]
+        self.pack()
+
+    def pack(self) -> None:
+        """Store the bytes as their device multiplies best."""
+        weight = self.weight.unpack()
+        if weight.values.is_cpu:
+            weight = weight.pack(PACK_WIDTH if self.outputs % PACK_WIDTH == 0 else self.outputs)
+        self.values.data = weight.values.data
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        # Seen as integers, bytes and scales are moved between devices but not cast to another dtype.
+        self.values = nn.Parameter(fn(self.values.data), requires_grad=False)
+        self.scale = nn.Parameter(fn(self.scale.data.view(torch.int32)).view(torch.float32), requires_grad=False)
+        return self
+
+
 def pack_weights(module: nn.Module) -> None:
     """Store Linear layers as their device multiplies best: output-major on a GPU, input-major or packed on a CPU."""
     for layer in module.modules():
+        if isinstance(layer, QuantizedLinear):
+            layer.pack()
         if not isinstance(layer, Linear):
             continue
         weight = unpack(layer.weight.data)

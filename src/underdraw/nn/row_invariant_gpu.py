@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underdraw.kernels.gemm import FEW_ROWS, add_rms_norm, gemm, rms_norm, silu_gate
+from underdraw.kernels.quantized_gemm import quantized_gemm
 from underdraw.nn.fused_layers import with_cache_kernel
 from underdraw.nn.layer_functions import LayerFunctions
+from underdraw.nn.quantized_weight import QuantizedWeight
 from underdraw.nn.row_invariant import Linear
 from underdraw.nn.transformer import DecoderLayer, RMSNorm, Transformer
 
@@ -44,11 +46,22 @@ def unsplit_blas() -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(library)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
     """x (..., in) @ weight (out, in)^T -> (..., out), each row with the same bits for any number of rows."""
     rows = x.reshape(-1, x.shape[-1])
+    if isinstance(weight, QuantizedWeight):
+        return _fused(rows, weight).view(*x.shape[:-1], -1)
     out = _blas(rows, weight) if _uses_blas(rows, weight) else gemm(rows, weight)
     return out.view(*x.shape[:-1], -1)
+
+
+def _fused(
+    x: Tensor, weight: Tensor | QuantizedWeight, *, gated: bool = False, residual: Tensor | None = None
+) -> Tensor:
+    """x (rows, in) @ weight (out, in)^T by our kernels, gated, plus a residual."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized_gemm(x, weight.values, weight.scale, weight.format, gated=gated, residual=residual)
+    return gemm(x, weight, gated=gated, residual=residual)
 
 
 def _blas(rows: Tensor, weight: Tensor) -> Tensor:
@@ -118,11 +131,11 @@ def _post_attention(layer: DecoderLayer, x: Tensor, attended: Tensor, next_norm:
         x = x + _norm(layer.ffn_out_norm, linear(hidden, layer.down.weight))
         return x, _norm(next_norm, x)
     rows = x.shape[0] * x.shape[1]
-    if rows <= FEW_ROWS:
+    if rows <= FEW_ROWS or isinstance(layer.gate_up.weight, QuantizedWeight):
         shape, x = x.shape, x.reshape(rows, -1)
-        x = gemm(attended.reshape(rows, -1), layer.out.weight, residual=x)
-        hidden = gemm(_norm(layer.ffn_norm, x), layer.gate_up.weight, gated=True)
-        x = gemm(hidden, layer.down.weight, residual=x).view(shape)
+        x = _fused(attended.reshape(rows, -1), layer.out.weight, residual=x)
+        hidden = _fused(_norm(layer.ffn_norm, x), layer.gate_up.weight, gated=True)
+        x = _fused(hidden, layer.down.weight, residual=x).view(shape)
         return x, _norm(next_norm, x)
     x, normed = _add_norm(x, linear(attended, layer.out.weight), layer.ffn_norm)
     hidden = silu_gate(linear(normed, layer.gate_up.weight))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from underdraw.constants import scalar
 from underdraw.errors import ConfigError, check_counts
 from underdraw.nn.rope import CosSin, Rope, apply_rope, split_cos_sin
-from underdraw.nn.row_invariant import Linear, PackedLinear, linear
+from underdraw.nn.row_invariant import Linear, PackedLinear, QuantizedLinear, linear
 
 MAX_SIZE, MAX_LAYERS, MAX_VOCAB = 2**18, 2**10, 2**24  # far above any model; a damaged file may say anything
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -128,11 +128,11 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.arch, self.index = arch, index
         q_width, kv_width = arch.heads * arch.head_width, arch.num_kv_heads * arch.head_width
-        self.qkv = PackedLinear(arch.dim, q_width + 2 * kv_width)
+        self.qkv: PackedLinear | QuantizedLinear = PackedLinear(arch.dim, q_width + 2 * kv_width)
         self.qkv_bias = nn.Parameter(torch.zeros(q_width + 2 * kv_width)) if arch.qkv_bias else None
-        self.out = PackedLinear(q_width, arch.dim)
-        self.gate_up = PackedLinear(arch.dim, 2 * arch.ffn)
-        self.down = PackedLinear(arch.ffn, arch.dim)
+        self.out: PackedLinear | QuantizedLinear = PackedLinear(q_width, arch.dim)
+        self.gate_up: PackedLinear | QuantizedLinear = PackedLinear(arch.dim, 2 * arch.ffn)
+        self.down: PackedLinear | QuantizedLinear = PackedLinear(arch.ffn, arch.dim)
         skip = arch.norm == "pre_skip_first" and index == 0
         self.attention_norm = nn.Identity() if skip else RMSNorm(arch.dim, arch.norm_eps)
         self.ffn_norm = RMSNorm(arch.dim, arch.norm_eps)

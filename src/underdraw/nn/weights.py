@@ -21,6 +21,7 @@ from torch import Tensor
 
 from underdraw.errors import CheckpointError
 from underdraw.io import atomic_write, check_regular, open_regular, parse_json, path_inside, remove_unfinished
+from underdraw.nn.quantized_weight import QuantizedWeight
 
 MAX_HEADER_BYTES = 10**8  # of a safetensors file, as the format says
 SHARD_BYTES = 15 * 2**20
@@ -141,6 +142,14 @@ def _shard(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 def load_weights(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the weights of a folder in float32, and their `about` dictionary; all values are finite."""
+    state, quantized, about = load_stored_weights(folder)
+    return {**state, **{name: weight.dequantize() for name, weight in quantized.items()}}, about
+
+
+def load_stored_weights(
+    folder: str | Path,
+) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight], dict[str, Any]]:
+    """Read the weights of a folder: those in float32, the quantised matrices as they are, and `about`."""
     folder = Path(folder)
     state: dict[str, Tensor] = {}
     paths = weight_files(folder)
@@ -153,17 +162,24 @@ def load_weights(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
         about = parse_json(read_safetensors_header(paths[0])[1]["about"])
         if not isinstance(about, dict):
             raise ValueError("its description is no JSON object")
-        scales = {name: state.pop(name) for name in list(state) if name.endswith(SCALE)}
-        weights = {
-            name: dequantize_rows(value, scales[name + SCALE]) if name + SCALE in scales else value.float()
-            for name, value in state.items()
-        }
+        weights, quantized = _split_quantized(state)
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"the weights in {folder} are damaged or incomplete ({error}); download or write them again."
         ) from error
-    check_finite(weights, str(folder))
-    return weights, about
+    check_finite({**weights, **{name + SCALE: weight.scale for name, weight in quantized.items()}}, str(folder))
+    return weights, quantized, about
+
+
+def _split_quantized(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
+    """Stored tensors in float32, and quantised matrices as they are."""
+    scales = {name.removesuffix(SCALE): state.pop(name) for name in list(state) if name.endswith(SCALE)}
+    quantized = {name: QuantizedWeight.from_stored(state.pop(name), scale)
+                 for name, scale in scales.items() if state[name].ndim == 2}  # fmt: skip
+    weights = {
+        name: dequantize_rows(value, scales[name]) if name in scales else value.float() for name, value in state.items()
+    }
+    return weights, quantized
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:

@@ -1,0 +1,121 @@
+"""Weight-only quantisation: matrices as bytes with float32 scales, int8 and fp8 per output, int4 per group of inputs.
+
+All formats are symmetric, so a zero weight stays zero. Values are stored as uint8 in every format, so that a module's
+`.to(dtype)` does not touch them. An int4 byte holds an input of an even group in its lower half and the same input of
+the next group in its upper half; then a GPU reads whole groups with long loads (`kernels.quantized_gemm`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeGuard, get_args
+
+import torch
+from torch import Tensor
+
+QuantizedFormat = Literal["int8", "fp8", "int4"]
+WeightFormat = Literal["full", "int8", "fp8", "int4"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+GROUP = 128  # inputs that share a scale in int4
+_MIN_GROUP = 16  # matrices whose number of inputs is not a multiple of this stay as they are
+_LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}  # largest magnitudes; -128 and -8 are not used
+_STORED: dict[QuantizedFormat, torch.dtype] = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": torch.uint8,
+}  # dtypes of values in files
+_TINY = 1e-12  # smallest scale, for rows of zeros
+
+
+def is_quantized(weight_format: str) -> TypeGuard[QuantizedFormat]:
+    return weight_format in get_args(QuantizedFormat)
+
+
+def group_size(inputs: int) -> int:
+    """Inputs that share a scale in int4: 128, or the largest power of two below it that divides `inputs`."""
+    return min(GROUP, inputs & -inputs)
+
+
+def can_quantize(inputs: int) -> bool:
+    return inputs % _MIN_GROUP == 0
+
+
+class QuantizedWeight(NamedTuple):
+    """A matrix (out, in) as bytes and scales. On a CPU the bytes may be packed, which `dequantize` keeps."""
+
+    values: Tensor  # uint8 (out, in), of int4 (out, P * group) with P pairs of groups; packed (packs, in, width)
+    scale: Tensor  # float32 (out,); of int4 (out, 2 P), 0 for a group past the last input
+    inputs: int
+    format: QuantizedFormat
+
+    def pack(self, width: int) -> QuantizedWeight:
+        """The same with `width` outputs side by side, input-major, one pack after the other."""
+        packs = self.values.view(-1, width, self.values.shape[1]).transpose(1, 2)
+        return self._replace(values=packs.contiguous())
+
+    def unpack(self) -> QuantizedWeight:
+        """The same with values (out, in)."""
+        values = self.values if self.values.ndim == 2 else self.values.transpose(1, 2).flatten(0, 1)
+        return self._replace(values=values)
+
+    def dequantize(self) -> Tensor:
+        """The float32 matrix (out, in), or packed (packs, in, width)."""
+        packs = self.values if self.values.ndim == 3 else self.values.t()[None]  # (packs, in, width)
+        count, _, width = packs.shape
+        if self.format == "int4":
+            pairs = self.scale.shape[1] // 2
+            halves = packs.unflatten(1, (pairs, -1))
+            codes = torch.stack([halves & 15, halves >> 4], 2).float() - 8  # (packs, P, 2, group, width)
+            scale = self.scale.view(count, width, pairs, 2).permute(0, 2, 3, 1)[..., None, :]
+            matrix = (codes * scale).flatten(1, 3)[:, : self.inputs]
+        else:
+            dtype = torch.int8 if self.format == "int8" else torch.float8_e4m3fn
+            matrix = packs.view(dtype).float() * self.scale.view(count, 1, width)
+        return matrix if self.values.ndim == 3 else matrix[0].t()
+
+    def to_stored(self) -> tuple[Tensor, Tensor]:
+        """Values and scales as they are written to files: the dtype of the values tells the format."""
+        matrix = self.unpack()
+        return matrix.values.view(_STORED[self.format]).cpu().contiguous(), matrix.scale.cpu().contiguous()
+
+    @classmethod
+    def from_stored(cls, values: Tensor, scale: Tensor) -> QuantizedWeight:
+        """A matrix as `to_stored` wrote it."""
+        weight_format = next((name for name, dtype in _STORED.items() if dtype == values.dtype), None)
+        if weight_format is None or values.ndim != 2 or len(scale) != len(values):
+            raise ValueError(f"no quantised matrix: {values.dtype} {tuple(values.shape)}, scales {tuple(scale.shape)}")
+        inputs = values.shape[1]
+        if weight_format == "int4":
+            pairs = scale.shape[1] // 2
+            inputs = inputs // pairs * int((scale[0] > 0).sum())
+        return cls(values.view(torch.uint8), scale.float(), inputs, weight_format)
+
+
+def storage_shapes(
+    outputs: int, inputs: int, weight_format: QuantizedFormat
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the bytes and of the scales of a matrix."""
+    if weight_format != "int4":
+        return (outputs, inputs), (outputs,)
+    group = group_size(inputs)
+    pairs = -(-inputs // (2 * group))
+    return (outputs, pairs * group), (outputs, 2 * pairs)
+
+
+def quantize(weight: Tensor, weight_format: QuantizedFormat) -> QuantizedWeight:
+    """Round a matrix (out, in) to the nearest values of a format; the largest magnitude of a scale is kept."""
+    rows, (outputs, inputs) = weight.detach().float(), weight.shape
+    largest = _LARGEST[weight_format]
+    if weight_format != "int4":
+        scale = rows.abs().amax(1).clamp(min=_TINY) / largest
+        scaled = rows / scale[:, None]
+        narrow = scaled.round().to(torch.int8) if weight_format == "int8" else scaled.to(torch.float8_e4m3fn)
+        return QuantizedWeight(narrow.view(torch.uint8), scale, inputs, weight_format)
+    group = group_size(inputs)
+    pairs = -(-inputs // (2 * group))
+    groups = torch.nn.functional.pad(rows, (0, 2 * pairs * group - inputs)).view(outputs, pairs, 2, group)
+    scale = groups.abs().amax(-1).clamp(min=_TINY) / largest  # (out, P, 2)
+    codes = ((groups / scale[..., None]).round() + 8).to(torch.uint8)
+    values = (codes[:, :, 0] | codes[:, :, 1] << 4).view(outputs, pairs * group)
+    scale = scale.view(outputs, 2 * pairs)
+    scale[:, inputs // group :] = 0
+    return QuantizedWeight(values, scale, inputs, weight_format)

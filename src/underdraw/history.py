@@ -75,9 +75,10 @@ class History:
     rank: NDArray[np.int16] = field(init=False)  # of the accepted node; -1 for a token that was not drafted
     entropy: NDArray[np.float32] = field(init=False)  # token statistics; NaN where they were not recorded
     top1: NDArray[np.float32] = field(init=False)
+    stop: int = field(init=False)  # of the layout; read in every pass
 
     def __post_init__(self) -> None:
-        steps = self.layout.steps
+        steps, self.stop = self.layout.steps, self.layout.stop
         self.tokens = np.full(steps, -1, dtype=np.int64)
         self.pass_index = np.full(steps, NOT_YET, dtype=np.int32)
         for name in ("depth", "width", "nodes", "accepted"):
@@ -105,15 +106,15 @@ class History:
 
     def record(self, result: StepResult) -> None:
         """Record one pass."""
-        first = result.start + 1
+        first, plan = result.start + 1, result.plan
         stop = first + len(result.tokens)
-        self.tokens[first:stop] = result.tokens
-        self.pass_index[first:stop] = self.passes
-        self.depth[first:stop] = result.plan.depth
-        self.width[first:stop] = result.plan.width
-        self.nodes[first:stop] = result.plan.nodes
-        self.accepted[first:stop] = result.accepted
-        self.rank[first : first + len(result.ranks)] = result.ranks
+        new = slice(first, stop)
+        self.tokens[new] = result.tokens
+        self.pass_index[new] = self.passes
+        self.depth[new], self.width[new], self.nodes[new] = plan.depth, plan.width, plan.nodes
+        self.accepted[new] = result.accepted
+        if result.ranks:
+            self.rank[first : first + len(result.ranks)] = result.ranks
         if result.token_stats:
             self.entropy[first:stop] = [stats.entropy for stats in result.token_stats]
             self.top1[first:stop] = [stats.top1 for stats in result.token_stats]
@@ -123,9 +124,9 @@ class History:
 
     def _fill_forced_tail(self, next_step: int) -> None:
         """Fill in the forced tokens after the last cell once it has a token."""
-        layout = self.layout
-        if next_step < layout.stop:
+        if next_step < self.stop:
             return
+        layout = self.layout
         tail = layout.epilogue if layout.row_end is None else (layout.row_end, *layout.epilogue)
         self.tokens[layout.stop :] = tail
         self.pass_index[layout.stop :] = NO_PASS
@@ -138,7 +139,7 @@ class History:
 
     @property
     def done(self) -> bool:
-        return bool(self.tokens[self.layout.stop - 1] >= 0)
+        return bool(self.tokens[self.stop - 1] >= 0)
 
     @property
     def tokens_per_pass(self) -> float:

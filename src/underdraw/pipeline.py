@@ -62,6 +62,7 @@ class CallOptions(RequestOptions, total=False):
 class Pipeline(PipelineParts):
     """Text to images. `drafter`, `tree`, `verifier` and `proposal` may be set at any time, by name or as objects."""
 
+    max_batch = 16  # images that a call draws at once
     _interrupted = False
     _progress_bar: Mapping[str, Any] = MappingProxyType({})  # options of tqdm
 
@@ -239,7 +240,12 @@ class Pipeline(PipelineParts):
         token_stats: TokenStatsMode = "skip",
         drafter: Drafter | None = None,
     ) -> Iterator[StepResult]:
-        """The decoding loop of a request, one result per image and pass; tokens are recorded in `histories`."""
+        """The decoding loop of a request, one result per image and pass; tokens are recorded in `histories`.
+
+        More than `max_batch` images take turns: one that is finished makes room for the next.
+        """
+        if len(request.prompts) > self.max_batch and drafter is None:
+            return self._stream_in_slots(request, histories, token_stats)
         policy = self._resolved_tree = self._resolve_tree(request)
         if drafter is None:
             drafter = Forced() if isinstance(policy, NoTree) else self.drafter
@@ -256,6 +262,23 @@ class Pipeline(PipelineParts):
             token_stats=token_stats,
             graphs=self.graphs,
         )
+
+    def _stream_in_slots(
+        self, request: GenerationRequest, histories: list[History], token_stats: TokenStatsMode
+    ) -> Iterator[StepResult]:
+        scheduler = self.scheduler(slots=self.max_batch, token_stats=token_stats)
+        images = scheduler.add(request)
+        histories[:] = [image.history for image in images]
+        try:
+            while scheduler.has_work:
+                step = scheduler.step()
+                for image in step.finished:
+                    if image.error is not None:
+                        raise image.error
+                for _, result in step.results:
+                    yield result
+        finally:
+            scheduler.close()
 
     def scheduler(self, *, slots: int = 8, token_stats: TokenStatsMode = "skip") -> Scheduler:
         """A scheduler that draws the images of many requests together, at most `slots` at once."""
@@ -291,6 +314,7 @@ class Pipeline(PipelineParts):
             compile=self.compile,
             numerics=self.model.target.numerics,
         )
+        pipe.graphs, pipe.max_batch = self.graphs, self.max_batch  # what is captured stays captured
         pipe.set_progress_bar_config(**self._progress_bar)
         return pipe
 

@@ -61,7 +61,7 @@ class TreePlan:
                 "use less of either."
             )
         if self.shape is None:
-            object.__setattr__(self, "nodes", min(self.nodes, sum(self._level_sizes())))
+            object.__setattr__(self, "nodes", min(self.nodes, _max_nodes(self.depth, self.width, self.branch)))
 
     @classmethod
     def from_shape(cls, parents: Sequence[int]) -> TreePlan:
@@ -82,7 +82,7 @@ class TreePlan:
         """Number of nodes that the drafter expands; with a `min_probability` an upper bound."""
         if self.shape is not None:
             return len(set(self.shape)) - 1
-        count = sum(min(size, self.width) for size in self._level_sizes()[:-1])
+        count = sum(min(size, self.width) for size in _level_sizes(self.depth, self.width, self.branch)[:-1])
         return min(max(count, 1), self.nodes) if self.min_probability else count
 
     def truncate(self, depth: int) -> TreePlan:
@@ -113,12 +113,24 @@ class TreePlan:
             return self
         return TreePlan.from_shape(_balanced_shape(self.depth, self.width, self.branch, self.nodes))
 
-    def _level_sizes(self) -> list[int]:
-        """The most nodes that each level can have, from the root's down."""
-        sizes = [1]
-        for _ in range(self.depth):
-            sizes.append(min(sizes[-1], self.width) * self.branch)
-        return sizes
+
+def _level_sizes(depth: int, width: int, branch: int) -> list[int]:
+    """The most nodes that each level can have, from the root's down."""
+    sizes = [1]
+    for _ in range(depth):
+        sizes.append(min(sizes[-1], width) * branch)
+    return sizes
+
+
+@functools.lru_cache(maxsize=4096)  # plans are made for every image of every pass
+def _max_nodes(depth: int, width: int, branch: int) -> int:
+    return sum(_level_sizes(depth, width, branch))
+
+
+@functools.lru_cache(maxsize=MAX_NODES)
+def chain_plan(depth: int) -> TreePlan:
+    """The plan of a tree without branches."""
+    return TreePlan(depth, 1, 1, depth + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +163,7 @@ class TreeShape:
 def covering_plan(plans: Sequence[TreePlan]) -> TreePlan:
     """The smallest plan that holds the plans of all images of a batch."""
     first = plans[0]
-    if all(plan == first for plan in plans):
+    if all(plan is first or plan == first for plan in plans):
         return first
     if any(plan.shape is not None for plan in plans):
         largest = max(plans, key=lambda plan: plan.nodes)

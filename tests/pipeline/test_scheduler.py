@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from underdraw import Pipeline
+from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 from underdraw.engine.scheduler import ScheduledImage, Scheduler
 from underdraw.errors import ConfigError
 from underdraw.request import GenerationRequest
@@ -141,3 +142,32 @@ def test_partial_images_show_the_cells_drawn_so_far(pipe: Pipeline) -> None:
     is_grey = (partial == np.float32(128 / 255)).all(-1)
     size, drawn = pipe.model.image_tokenizer.downsample, image.history.grid("tokens") >= 0
     assert np.array_equal(is_grey, ~drawn.repeat(size, 0).repeat(size, 1)) and 0 < is_grey.sum() < is_grey.size
+
+
+def test_calls_with_many_images_draw_them_in_turns(pipe: Pipeline) -> None:
+    """The images are those of one batch, whatever the number of slots is; callbacks see every pass."""
+    prompts = ["red fox", "ghost", "a blue render", "purple background", "fox"]
+    expected = pipe(prompts, seed=7, output_type="codes")
+    pipe.max_batch, calls = 2, []
+    out = pipe(prompts, seed=7, callback_on_step_end=lambda *call: calls.append(call[3]))
+    assert out.complete and out.seeds == expected.seeds and out.prompts == prompts
+    drawn = [history.tokens.tolist() for history in out.histories]
+    assert drawn == [history.tokens.tolist() for history in expected.histories]
+    assert len(calls) == sum(history.passes for history in out.histories)
+    for details in calls:
+        assert details["history"] is out.histories[details["step"].sequence]
+
+
+def test_calls_with_many_images_can_be_interrupted_and_fail(pipe: Pipeline) -> None:
+    pipe.max_batch = 2
+    out = pipe(["fox"] * 4, seed=7, callback_on_step_end=lambda pipe, *rest: pipe.interrupt())
+    assert not out.complete and len(out.images) == 4
+    object.__setattr__(pipe.model, "make_prompt", lambda *call: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pipe(["fox"] * 4)
+
+
+def test_plain_decoding_shares_captured_passes(pipe: Pipeline) -> None:
+    pipe.graphs = GraphCache(capture=EagerPass)
+    assert pipe.plain().graphs is pipe.graphs
+    assert pipe.plain()("fox", seed=1).images[0].tobytes() == pipe("fox", seed=1).images[0].tobytes()

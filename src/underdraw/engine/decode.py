@@ -65,15 +65,21 @@ def decode(
             IDLE_PLAN if history.done else policy.plan(history, step)
             for history, step in zip(histories, root_steps, strict=True)
         ]
-        yield from run_pass(runner, plans, histories, root_steps)
+        for _, result in run_pass(runner, plans, histories, root_steps, range(len(prompts))):
+            yield result
 
 
 def run_pass(
-    runner: StepRunner, plans: Sequence[TreePlan], histories: Sequence[History | None], root_steps: list[int]
-) -> list[StepResult]:
+    runner: StepRunner,
+    plans: Sequence[TreePlan],
+    histories: Sequence[History | None],
+    root_steps: list[int],
+    sequences: Sequence[int],
+) -> list[tuple[int, StepResult]]:
     """Run one pass and record it in the histories of the images that have cells left; idle slots have none.
 
-    Moves the steps of their roots behind the new tokens.
+    Moves the steps of their roots behind the new tokens. Returns results with the index of their image in the batch;
+    `sequences` are the numbers of the images in the results.
     """
     started = time.perf_counter()
     active = [(image, history) for image, history in enumerate(histories) if history is not None and not history.done]
@@ -84,7 +90,7 @@ def run_pass(
         new = accepted[image]
         step = StepResult(
             index=history.passes,
-            sequence=image,
+            sequence=sequences[image],
             start=root_steps[image],
             accepted=len(new.ranks),
             plan=grown_plans[image],
@@ -95,7 +101,7 @@ def run_pass(
         )
         history.record(step)
         root_steps[image] += len(new.tokens)
-        results.append(step)
+        results.append((image, step))
     return results
 
 

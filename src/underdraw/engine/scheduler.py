@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from underdraw.engine.slot_batch import BatchImage, BatchKey, SlotBatch
@@ -150,7 +150,7 @@ class Scheduler:
                 del self._batches[key]
             for image, result in step_results:
                 scheduled = self._running[image]
-                results.append((scheduled, replace(result, sequence=scheduled.index)))
+                results.append((scheduled, result))
                 if image.history.done:
                     ended.append(self._end(scheduled, "finished"))
             ended += [self._end(self._running[image], "failed", error) for image, error in failures]
@@ -211,7 +211,7 @@ class Scheduler:
     def _tokenize(self, image: ScheduledImage) -> BatchImage:
         request = image.request
         params = SamplingParams(image.seed, request.temperature, request.top_k, request.top_p)
-        return BatchImage(self.pipe.prompts(request)[0], params, request.guidance, image.history)
+        return BatchImage(self.pipe.prompts(request)[0], params, request.guidance, image.history, image.index)
 
     def _start(self, batch: SlotBatch, images: list[tuple[ScheduledImage, BatchImage]]) -> list[ScheduledImage]:
         """Admit images to a batch; those without a slot go back to the queue. Returns those that ended already."""

@@ -60,6 +60,7 @@ class BatchImage:
     params: SamplingParams
     guidance: float
     history: History
+    index: int = 0  # `sequence` of its results
     root_step: int = 0  # step of the last token, where the next tree starts
 
 
@@ -87,7 +88,7 @@ class SlotBatch:
 
     @property
     def running(self) -> int:
-        return sum(image is not None for image in self.slots)
+        return len(self.slots) - self.slots.count(None)
 
     @property
     def free(self) -> int:
@@ -133,11 +134,12 @@ class SlotBatch:
         histories = [None if image is None else image.history for image in self.slots]
         if not self.running:
             return [], failures
+        sequences = [0 if image is None else image.index for image in self.slots]
         results = []
-        for result in run_pass(self._runner, plans, histories, root_steps):
-            image = self.slots[result.sequence]
+        for slot, result in run_pass(self._runner, plans, histories, root_steps, sequences):
+            image = self.slots[slot]
             assert image is not None
-            image.root_step = root_steps[result.sequence]
+            image.root_step = root_steps[slot]
             results.append((image, result))
         self.remove([image for image, _ in results if image.history.done])
         return results, failures

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -168,10 +168,17 @@ def compute_token_stats(logits: Tensor, path: Tensor, noise_window: NoiseWindow)
 
 def unpack_from_host(rows: list[list[float]], token_stats: TokenStatsMode) -> list[AcceptedTokens]:
     """What `StepRunner.pack_for_host` packed, as records."""
+    if token_stats == "skip":  # length, depth + 1 tokens and depth ranks: whole numbers
+        first_rank = len(rows[0]) // 2 + 1
+        return [
+            AcceptedTokens(tuple(row[1 : length + 2]), tuple(row[first_rank : first_rank + length]), ())
+            for row in cast("list[list[int]]", rows)
+            for length in row[:1]
+        ]
     accepted = []
     for length, *row in rows:
         count = int(length) + 1
-        depth = (len(row) - 1) // 2 if token_stats == "skip" else (len(row) - 3) // 4
+        depth = (len(row) - 3) // 4
         tokens, ranks, stats = row[:count], row[depth + 1 : depth + count], row[2 * depth + 1 :]
         pairs = zip(stats[:count], stats[depth + 1 : depth + 1 + count], strict=True)
         accepted.append(

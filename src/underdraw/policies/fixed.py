@@ -9,7 +9,7 @@ from pathlib import Path
 from underdraw.errors import ConfigError, unknown
 from underdraw.history import History
 from underdraw.io import read_json
-from underdraw.plan import TreePlan
+from underdraw.plan import TreePlan, chain_plan
 
 # Published trees by the number of children of each node; "012:3": the node at ranks 0, 1, 2 below the root has 3.
 TABLES: dict[str, str] = {
@@ -31,8 +31,7 @@ class NoTree:
     """Plain autoregressive decoding in the same loop: only tokens that the layout forces are drafted."""
 
     def plan(self, history: History, step: int) -> TreePlan:
-        depth = int(history.layout.is_row_end(step + 1))
-        return TreePlan(depth, 1, 1, depth + 1)
+        return chain_plan(int(history.layout.is_row_end(step + 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +41,10 @@ class Chain:
     depth: int = 5
 
     def __post_init__(self) -> None:
-        TreePlan(self.depth, 1, 1, self.depth + 1)  # checks the value
+        chain_plan(self.depth)  # checks the value
 
     def plan(self, history: History, step: int) -> TreePlan:
-        return TreePlan(self.depth, 1, 1, self.depth + 1)
+        return chain_plan(self.depth)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,8 @@ def mixed_prompts() -> list[str]:
 
 def summary(latencies: Sequence[float], seconds: float, histories: Sequence[History]) -> dict[str, Any]:
     """Throughput and latency of some images."""
+    if not latencies:
+        return {"error": "no image was finished in time"}
     tokens = sum(int((history.pass_index >= 0).sum()) for history in histories)
     p50, p95 = np.percentile(latencies, [50, 95])
     return {
@@ -128,8 +130,6 @@ def run_continuous(
         if failed:
             raise RuntimeError("an image failed") from failed[0].error
     seconds = time.perf_counter() - started
-    if not done:
-        return {"error": "no image was finished in time"}
     latencies = [image.queued_seconds + image.run_seconds for image in done]
     result = summary(latencies, seconds, [image.history for image in done])
     policies = {type(batch._policy).__name__ for batch in scheduler._batches.values()}
@@ -178,10 +178,12 @@ def measure(pipe: Pipeline, args: argparse.Namespace, report: Any) -> list[dict[
         if method not in args.methods:
             continue
         each.set_progress_bar_config(disable=True)
+        tree, each.tree = each.tree_name, each.tree_for_batch(args.static)
         for timed in (False, True) if args.warmup else (True,):
             row = run_static(each, args.static, most if timed else args.static, deadline)
             if timed:
                 add({"method": method, "batching": f"static {args.static}", "concurrency": most, **row})
+        each.tree = tree
         if each.graphs is not None:
             each.graphs.runners.clear()
         scheduler = Scheduler(each, slots=min(most, MAX_SLOTS))

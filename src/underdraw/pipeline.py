@@ -7,6 +7,7 @@ the decoding loop and decodes the codes to pixels. Nothing here depends on a mod
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import tempfile
 import time
@@ -293,7 +294,7 @@ class Pipeline(PipelineParts):
             resolve_proposal(self.verifier, self._chosen_proposal),
             token_stats,
             self.graphs,
-            lambda images: self._resolve_tree(self._sample_request(images)),
+            functools.cache(self.tree_for_batch),  # may measure costs
         )
 
     @property

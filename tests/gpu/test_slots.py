@@ -1,0 +1,74 @@
+"""Continuous batching on a GPU: captured passes of mixed images give the tokens of drawing each alone."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import graph_checks
+import pytest
+import slot_checks
+import torch
+import toy_models
+
+from underdraw import Pipeline
+from underdraw.engine.cuda_graphs import GraphCache
+from underdraw.engine.scheduler import Scheduler
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("name", graph_checks.DRAFTERS)
+@pytest.mark.parametrize("policy", ["chain:depth=4", "adjacency:init=both,nodes=24"])
+@pytest.mark.parametrize("layout", graph_checks.LAYOUTS)
+def test_random_arrivals_equal_plain(name: str, policy: str, layout: str) -> None:
+    target = toy_models.target(device="cuda")
+    parts = slot_checks.make_parts(target, name, policy, graphs=GraphCache(span_multiple=64))
+    choose = random.Random(len(name))
+    batch = slot_checks.check_arrivals(parts, graph_checks.LAYOUTS[layout], choose, guided=True, images=12, slots=4)
+    assert any(captured is not None for runner in batch._captured.values() for captured in runner.passes.values())
+
+
+def mixed_requests(pipe: Pipeline, count: int) -> list[Any]:
+    texts = ("a fox, 3D render", "a ghost on a purple background", "a red apple")
+    return [
+        pipe.request(
+            texts[i % 3],
+            seed=i,
+            temperature=(1.0, 0.7, 0.0, 1.0)[i % 4],
+            top_k=(0, 50, 0, 1000)[i % 4],
+            guidance_scale=(2.0, 3.5, 1.0)[i % 3],
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("drafter", ["jacobi", "jacobi-tree", "drafter-eagle", "forced"])
+def test_embedded_model_in_bfloat16(drafter: str) -> None:
+    """Row-invariant numerics: the image does not depend on the other images, the slots or the batch size."""
+    pipe = Pipeline.from_pretrained("tiny", device="cuda", dtype="bfloat16", drafter=drafter, tree="chain:depth=7")
+    requests = mixed_requests(pipe, 12)
+    scheduler = Scheduler(pipe, slots=5)
+    images = [scheduler.add(request)[0] for request in requests]
+    while scheduler.has_work:
+        scheduler.step()
+    plain = pipe.plain()
+    plain.set_progress_bar_config(disable=True)
+    for image, request in zip(images, requests, strict=True):
+        assert image.status == "finished", image.error
+        assert image.history.tokens.tolist() == plain.generate(request, output_type="codes").history.tokens.tolist()
+
+
+def test_memory_does_not_grow_over_100_images() -> None:
+    target = toy_models.target(device="cuda")
+    parts = slot_checks.make_parts(target, "eagle-above", "chain:depth=3", graphs=GraphCache())
+    batch, choose, memory = None, random.Random(3), []
+    for _ in range(10):
+        batch = slot_checks.check_arrivals(
+            parts, toy_models.PLAIN, choose, guided=True, images=10, slots=4, batch=batch
+        )
+        gc.collect()
+        torch.cuda.synchronize()
+        memory.append(torch.cuda.memory_allocated())
+    assert max(memory[5:]) <= max(memory[:5]), "later images need no more memory than the first ones"

@@ -6,6 +6,7 @@ depends on the model and is checked there.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def load_prompts(source: str, data: Path | None = None) -> list[str]:
     check_regular(path, "prompts")  # a pipe cannot be read again when a run is resumed
     readers: dict[str, Callable[[Path, str], list[str]]] = {
         ".tsv": _read_parti,
-        ".json": _read_coco,
+        ".json": _read_json,
         ".txt": _read_lines,
         "": _read_lines,
     }
@@ -119,14 +120,48 @@ def _read_parti(path: Path, text: str) -> list[str]:
     return prompts
 
 
-def _read_coco(path: Path, text: str) -> list[str]:
-    """One caption per image, the one with the lowest id, in the order of image ids."""
+def load_prompt_kinds(source: str) -> dict[str, str]:
+    """The kind of every prompt of a JSON file `{kind: [prompt, ...]}`, kinds in turns; of other files nothing."""
+    path = expand_user(source)
+    if path.suffix.lower() != ".json" or not path.is_file():
+        return {}
+    document = _parse_document(path, read_text(path, "prompts"))
+    return {} if not isinstance(document, dict) or "annotations" in document else _parse_kinds(path, document)
+
+
+def _read_json(path: Path, text: str) -> list[str]:
+    """Captions of COCO, or prompts by kind of picture."""
+    document = _parse_document(path, text)
+    if isinstance(document, dict) and document and "annotations" not in document:
+        lists = [value for value in document.values() if isinstance(value, list)]
+        if len(lists) == len(document):
+            return list(_parse_kinds(path, document))
+    return _read_coco(path, document)
+
+
+def _parse_kinds(path: Path, document: dict[str, Any]) -> dict[str, str]:
+    """The kind of every prompt, so ordered that the first prompts of all kinds come first."""
+    for kind, texts in document.items():
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ConfigError(f"{kind!r} of {path} must be a list of prompts; write {{kind: [prompt, ...]}}.")
+    turns = itertools.zip_longest(*([(text, kind) for text in texts] for kind, texts in document.items()))
+    kinds = {text: kind for turn in turns for text, kind in filter(None, turn)}
+    if len(kinds) != sum(map(len, document.values())):
+        raise ConfigError(f"{path} holds a prompt twice; every prompt needs one kind.")
+    return kinds
+
+
+def _parse_document(path: Path, text: str) -> Any:
     try:
-        document = parse_json(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"line {error.lineno} of {path} is not valid JSON ({error.msg}).") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON ({error}).") from None
+
+
+def _read_coco(path: Path, document: Any) -> list[str]:
+    """One caption per image, the one with the lowest id, in the order of image ids."""
     rows = document.get("annotations") if isinstance(document, dict) else None
     if not isinstance(rows, list):
         raise ConfigError(f'{path} has no list "annotations"; give a COCO captions file.')

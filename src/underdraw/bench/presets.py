@@ -45,6 +45,7 @@ class Preset:
     temperatures: tuple[float, ...] = (0.0, 1.0)
     prompts: int | None = None  # how many prompts are enough; None: all of them
     drafter: Literal["trained", "any"] = "trained"  # "any": also runs with the fallback of a model without a drafter
+    has_cost_model: bool = True  # whether costs are fitted to extra pictures, to check the cost model
 
 
 AR = Method(PLAIN, tree="none", drafter="forced", about="plain autoregression, one token a pass")
@@ -208,7 +209,71 @@ TARGETS = Preset(
     drafter="any",
 )
 
-PRESETS = {preset.name: preset for preset in (MAIN, INIT, BUDGET, SENSITIVITY, HELPS, DELTA, TARGETS)}
+JACOBI_NODES = 64  # of the fixed Jacobi chain and trees of `kinds`
+_CHAIN = f"chain:depth={JACOBI_NODES - 1}"
+KINDS = Preset(
+    "kinds",
+    "Which method is fastest on which kind of picture?",
+    (
+        Method(
+            "EAGLE-2", "confidence", drafter="trained", proposal="topk", about="dynamic tree of the top-k of q; exact"
+        ),
+        Method("ADT-Tree", "adjacency", drafter="trained", proposal="topk", about="adjacency-adaptive tree; exact"),
+        Method(
+            "ADT-Tree + LANTERN (published rule)",
+            "adjacency",
+            f"{LANTERN},rule=published",
+            drafter="trained",
+            proposal="topk",
+            about="the same with relaxed acceptance as in the authors' code; not exact",
+        ),
+        Method(
+            "SJD", _CHAIN, "rejection", "jacobi:window=63", about="Jacobi chain of 64 nodes, resampled; other images"
+        ),
+        Method(
+            "SJD-PAC tree",
+            "static:shape=sjd_pac_64",
+            drafter="jacobi-tree",
+            about="three levels of three, then a chain",
+        ),
+        Method("Jacobi chain", _CHAIN, drafter="jacobi:window=63", about="64 nodes, shared noise; exact"),
+        Method(
+            "Jacobi tree, fixed",
+            "trunk:init=fixed,base=44",
+            drafter="jacobi-tree",
+            about="64 nodes, trunk of 44; exact",
+        ),
+        Method(
+            "Jacobi tree, row above", "trunk", drafter="jacobi-tree", about="64 nodes, trunk by the row above; exact"
+        ),
+        Method("auto", "auto", drafter="jacobi-tree", about="size and shape by measured costs; exact"),
+    ),
+    temperatures=(1.0, 0.5),
+    prompts=40,
+    has_cost_model=False,
+)
+
+_INITS = ("above", "left", "above-right", "both", "previous", "random")
+TRUNK = Preset(
+    "jacobi-trunk",
+    "Which neighbour should the trunk of a Jacobi tree follow, and by which rule?",
+    (
+        Method("chain", _CHAIN, drafter="jacobi:window=63"),
+        Method("fixed trunk", "trunk:init=fixed,base=44", drafter="jacobi-tree"),
+        *(Method(f"{init}, linear rule", f"trunk:init={init}", drafter="jacobi-tree") for init in _INITS),
+        *(
+            Method(f"{init}, paper's rule", f"trunk:init={init},rule=paper", drafter="jacobi-tree")
+            for init in _INITS
+            if init != "random"
+        ),
+    ),
+    temperatures=(1.0,),
+    prompts=40,
+    has_cost_model=False,
+    drafter="any",
+)
+
+PRESETS = {p.name: p for p in (MAIN, INIT, BUDGET, SENSITIVITY, HELPS, DELTA, TARGETS, KINDS, TRUNK)}
 
 
 def find_preset(name: str) -> Preset:

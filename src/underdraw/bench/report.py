@@ -1,6 +1,7 @@
 """Sections as Markdown, HTML and terminal output; the report of a result, and the generated blocks of pages.
 
-A block is everything between `<!-- results: PATH -->` and `<!-- end -->`; PATH is relative to the page.
+A block is everything between `<!-- results: PATH -->` and `<!-- end -->`; PATH is relative to the page. `PATH#kinds`
+is the table by kind of picture alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from underdraw.bench.figures import FigureData, draw_engine_figures, draw_run_figures
+from underdraw.bench.kinds import kinds_sections
 from underdraw.bench.presets import PRESETS
 from underdraw.bench.records import engine_folder_sections, engine_records, read_record, record_sections
 from underdraw.bench.results import RUN
@@ -99,7 +101,7 @@ def write_report(folder: Path) -> list[Path]:
         name = summary["settings"].get("preset") or folder.name
         figures = draw_run_figures(FigureData.read(folder, summary), folder / FIGURES)
         question = PRESETS[name].question if name in PRESETS else ""
-        sections = run_sections(folder, summary, question)
+        sections = [*kinds_sections(summary), *run_sections(folder, summary, question)]
     elif records := engine_records(folder):
         name = "engine"
         figures = draw_engine_figures(records, folder / FIGURES)
@@ -134,11 +136,15 @@ def update_page(page: Path) -> bool:
 
 def _block(base: Path, name: str) -> str:
     """The Markdown of the results at a path relative to the page."""
+    name, _, part = name.partition("#")
     path = base / name
+    if part == "kinds" and (path / SUMMARY).is_file():
+        return to_markdown(kinds_sections(read_json(path / SUMMARY, "the summary of a benchmark")))
     if path.suffix == ".json" and path.is_file():
         return to_markdown(record_sections(read_record(path)))
     if (path / SUMMARY).is_file():
-        return to_markdown(run_sections(path, read_json(path / SUMMARY, "the summary of a benchmark")), base)
+        summary = read_json(path / SUMMARY, "the summary of a benchmark")
+        return to_markdown([*kinds_sections(summary), *run_sections(path, summary)], base)
     if path.is_dir() and engine_records(path):
         return to_markdown(engine_folder_sections(path), base)
     if any(path.glob(f"*/*/{SUMMARY}")):

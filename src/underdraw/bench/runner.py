@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ class BenchPlan:
     repeats: int = 1
     seed: int = 0
     preset: str | None = None
+    kinds: Mapping[str, str] = field(default_factory=dict)  # kind of picture by prompt, where prompts have one
+    has_cost_model: bool = True
 
     def pictures(self) -> Iterator[tuple[Method, PictureKey]]:
         """All pictures in drawing order: plain first, then the methods, rotated so that each one comes early."""
@@ -257,7 +259,7 @@ class Bench:
                 self._warm_up(method, temperature)
         machine = describe_machine(self.model.placement.device)
         costs = folder.info.get("costs") or {}
-        needs_costs = not set(self._pass_types()) <= set(costs)
+        needs_costs = self.plan.has_cost_model and not set(self._pass_types()) <= set(costs)
         facts = {"machine": machine, "drafters": self.drafter_names()}
         folder.start({**facts, "costs": self.measure_costs() if needs_costs else costs})
         for method, key in missing:
@@ -266,6 +268,8 @@ class Bench:
             row = {**key._asdict(), "seed": self.plan.seed + key.prompt, "text": self.plan.prompts[key.prompt]}
             row.update(measurement.columns(), **self._agreement(measurement, key, folder))
             row.update(settings=method.to_dict(), machine=machine)
+            if self.plan.kinds:
+                row["kind"] = self.plan.kinds[self.plan.prompts[key.prompt]]
             if key.method == PLAIN and (key.prompt, key.repeat) == (0, 0):
                 self._save_picture(measurement, folder.path / picture_name(key.temperature))
             folder.append(row, cells)

@@ -56,6 +56,7 @@ def summarise(folder: ResultFolder) -> dict[str, Any]:
 def summarise_method(folder: ResultFolder, method: str, temperature: float, rows: Any) -> dict[str, Any]:
     """The entry of one method at one temperature; `rows` is a DataFrame of its rows."""
     passes = rows["passes"].sum()
+    by_kind = {"kinds": summarise_kinds(rows)} if "kind" in rows and rows["kind"].notna().all() else {}
     keys = [PictureKey(method, temperature, *pair) for pair in zip(rows["prompt"], rows["repeat"], strict=True)]
     return {
         "method": method,
@@ -73,6 +74,21 @@ def summarise_method(folder: ResultFolder, method: str, temperature: float, rows
         "equal_codes": round(float(rows["equal_codes"].mean()), 5),
         "equal_images": f"{int(rows['equal_image'].sum())}/{len(rows)}",
         "against_plain": compare_with_plain(folder, keys),
+        **by_kind,
+    }
+
+
+def summarise_kinds(rows: Any) -> dict[str, Any]:
+    """Tokens per pass, speed-up and identical images by kind, and over all; `rows` is a DataFrame of one method."""
+    groups = {**dict(list(rows.groupby("kind", sort=False))), "all": rows}
+    return {
+        kind: {
+            "pictures": len(group),
+            "tau": round(float(group["tokens"].sum() / group["passes"].sum()), 4),
+            "speedup": spread((group["active_seconds_plain"] / group["active_seconds"]).dropna()),
+            "identical": int(group["equal_image"].sum()),
+        }
+        for kind, group in groups.items()
     }
 
 
@@ -176,6 +192,7 @@ def to_csv(summary: dict[str, Any]) -> str:
     pandas = require_package("pandas", "bench", "the summary of a benchmark")
     no_test = {"mmd": None, "p": None}
     entries = [{**entry, "against_plain": entry["against_plain"] or no_test} for entry in summary["entries"]]
+    entries = [{key: value for key, value in entry.items() if key != "kinds"} for entry in entries]
     columns = [  # in the order of the entries; json_normalize moves nested values to the end
         f"{key}_{part}" if part else key
         for key, value in entries[0].items()

@@ -24,6 +24,8 @@ Examples:
 
 underdraw bench --preset paper-main --prompts benchmarks/prompts128.txt --out benchmarks/results/paper-main/cpu
 
+underdraw bench --preset kinds --prompts benchmarks/prompts_kinds.json --limit 10 --out kinds
+
 underdraw bench --prompts prompts.txt --tree adjacency --tree confidence:depth=5 --temperature 1 --out run
 
 underdraw bench --preset paper-main --prompts parti --data data --overlong skip --limit 8 --repeats 3 --out parti
@@ -46,7 +48,8 @@ Prompts = Annotated[
     typer.Option(
         metavar="FILE|parti|coco",
         rich_help_panel=MEASURED,
-        help="A text file with one prompt per line, a TSV of PartiPrompts, a captions JSON of COCO, or parti or coco.",
+        help="A text file with one prompt per line, a JSON {kind: [prompt, ...]}, a TSV of PartiPrompts, a captions "
+        "JSON of COCO, or parti or coco.",
     ),
 ]
 Data = Annotated[
@@ -157,9 +160,7 @@ def bench(
     check_folder(out)
     for package in ("pandas", "scipy"):  # for the summary; better missed now than after hours of measuring
         require_package(package, "bench", "underdraw bench")
-    from underdraw.prompts import load_prompts
-
-    texts = load_prompts(prompts, data)
+    texts, kinds = _load_prompts(prompts, data)
     default_drafter = drafter[0] if preset is not None and drafter else "auto"
     pipe, _ = options.load_pipeline(model, default_drafter, "auto", "exact", device, dtype, silent=json or quiet)
     from underdraw.bench.runner import BenchPlan
@@ -175,7 +176,16 @@ def bench(
 
     texts = _select_prompts(pipe, texts, overlong, limit or experiment.prompts)
     temperatures = tuple(temperature or experiment.temperatures)
-    plan = BenchPlan(experiment.methods, temperatures, texts, repeats, seed, experiment.name or None)
+    plan = BenchPlan(
+        experiment.methods,
+        temperatures,
+        texts,
+        repeats,
+        seed,
+        experiment.name or None,
+        kinds,
+        experiment.has_cost_model,
+    )
     sampling = {"guidance_scale": guidance, "top_k": top_k, "top_p": top_p}
     _run(pipe, plan, sampling, out, force=force, json=json, quiet=quiet)
 
@@ -193,6 +203,13 @@ def _choose_methods(preset: str | None, tree: Many, verifier: Many, drafter: Man
     if len(drafter or []) > 1:
         raise ConfigError("--preset takes one --drafter, which replaces the model's; leave out the others.")
     return find_preset(preset)
+
+
+def _load_prompts(source: str, data: Path | None) -> tuple[list[str], dict[str, str]]:
+    """The prompts, and their kinds of pictures if the file is `{kind: [prompt, ...]}`."""
+    from underdraw.prompts import load_prompt_kinds, load_prompts
+
+    return load_prompts(source, data), load_prompt_kinds(source)
 
 
 def _select_prompts(pipe: Pipeline, texts: list[str], overlong: str, limit: int | None) -> list[str]:

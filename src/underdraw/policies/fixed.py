@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,18 @@ TABLES: dict[str, str] = {
     ),
     "reverse_balanced_25": "root:3 0:2 1:1 2:1 00:3 01:2 10:1 000:3 001:2 0000:4 0001:3",
 }
+
+
+def _branched_chain(nodes: int, levels: int = 3, branch: int = 3) -> str:
+    """A full tree of a few levels, and a chain below its first leaf: the fixed tree of SJD-PAC."""
+    ranks = "".join(map(str, range(branch)))
+    inner = ["".join(path) for level in range(levels) for path in itertools.product(ranks, repeat=level)]
+    depth = nodes - sum(branch**level for level in range(levels + 1)) + levels  # of the chain's end
+    chain = ["0" * level for level in range(levels, depth)]
+    return " ".join([*(f"{path or 'root'}:{branch}" for path in inner), *(f"{path}:1" for path in chain)])
+
+
+TABLES["sjd_pac_64"] = _branched_chain(64)
 
 
 @dataclass(frozen=True, slots=True)

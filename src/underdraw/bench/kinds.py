@@ -1,0 +1,61 @@
+"""The table of a run over kinds of pictures: one row per method, one column per kind. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from underdraw.bench.presets import PLAIN
+from underdraw.bench.sections import Record, Section, Table, describe_settings, percent
+
+LABELS = {
+    "plain": "plain background",
+    "gradient": "gradient",
+    "scene": "sprite in a landscape",
+    "portrait": "portrait",
+    "photo": "photo",
+}
+NOTE = (
+    "Each cell: tokens per pass, then the speed-up over plain decoding of the same picture in the same turn: median "
+    "(p10 to p90). identical: pictures whose codes are all those of plain decoding."
+)
+
+
+def kinds_sections(summary: Record, *, caption: bool = True) -> list[Section]:
+    """One table per temperature, the highest first; nothing for runs without kinds."""
+    entries = [entry for entry in summary["entries"] if entry.get("kinds")]
+    settings, machine = summary["settings"], summary.get("machine")
+    sections = []
+    for temperature in sorted({entry["temperature"] for entry in entries}, reverse=True):
+        shown = [entry for entry in entries if entry["temperature"] == temperature]
+        pictures = shown[0]["kinds"]["all"]["pictures"]
+        facts = describe_settings(settings, machine) if machine else ""
+        text = f"Temperature {temperature:g}, {pictures} pictures. {facts}"
+        sections.append(Section(text=text, table=_table(shown), note=NOTE if caption else ""))
+    return sections
+
+
+def _table(entries: list[Mapping[str, Any]]) -> Table:
+    kinds = list(entries[0]["kinds"])
+    columns = ("method", *(LABELS.get(kind, kind) for kind in kinds), "identical")
+    rows = []
+    for entry in entries:
+        total = entry["kinds"]["all"]
+        cells = [_cell(entry["kinds"][kind], is_plain=entry["method"] == PLAIN) for kind in kinds]
+        rows.append([entry["method"], *cells, f"{total['identical']} of {total['pictures']}"])
+    return Table(columns, rows)
+
+
+def _cell(values: Mapping[str, Any], *, is_plain: bool) -> str:
+    speedup = values["speedup"]
+    if is_plain or speedup is None:
+        return f"{values['tau']:.2f}"
+    return f"{values['tau']:.2f}, **{speedup['median']:.2f}x** ({speedup['p10']:.2f} to {speedup['p90']:.2f})"
+
+
+def compare_methods(summary: Record, method: str, baseline: str) -> dict[str, str]:
+    """How many percent more tokens per pass a method has than another one, by kind, at the highest temperature."""
+    temperature = max(entry["temperature"] for entry in summary["entries"])
+    by_name = {e["method"]: e["kinds"] for e in summary["entries"] if e["temperature"] == temperature}
+    ours, theirs = by_name[method], by_name[baseline]
+    return {kind: percent(ours[kind]["tau"] / theirs[kind]["tau"] - 1, 1) for kind in ours}

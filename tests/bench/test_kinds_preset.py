@@ -1,0 +1,67 @@
+"""The preset `kinds`: prompts by kind of picture, and the table with a column per kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import call
+
+from underdraw.bench.kinds import compare_methods, kinds_sections
+from underdraw.bench.presets import PRESETS
+from underdraw.errors import ConfigError
+from underdraw.prompts import load_prompt_kinds, load_prompts
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ROOT / "benchmarks" / "prompts_kinds.json"
+
+
+def test_prompts_of_all_kinds_take_turns() -> None:
+    kinds = load_prompt_kinds(str(PROMPTS))
+    assert list(kinds) == load_prompts(str(PROMPTS)) and len(kinds) == 40
+    assert list(kinds.values())[:5] == ["plain", "gradient", "scene", "portrait", "photo"]
+    assert all(list(kinds.values()).count(kind) == 8 for kind in kinds.values())
+    assert load_prompt_kinds(str(ROOT / "benchmarks" / "prompts64.txt")) == {}
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ('{"plain": ["a fox"], "photo": [3]}', "'photo' of .* must be a list of prompts"),
+    ('{"plain": ["a fox"], "photo": ["a fox"]}', "holds a prompt twice"),
+    ('{"plain": "a fox"}', "annotations|list of prompts"),
+    ("{}", "annotations"),
+])  # fmt: skip
+def test_damaged_files_are_refused_in_one_sentence(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_prompts(str(tmp_path / "prompts.json"))
+
+
+def test_rows_methods_and_columns_kinds(mini: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps({"easy": ["a red fox 1", "a red fox 3"], "hard": ["a red fox 2"]}))
+    options = ["-m", mini, "--prompts", prompts, "--limit", 2, "--temperature", 1, "--json"]
+    result = call("bench", "--preset", "kinds", *options, "--out", tmp_path / "run")
+    assert result.code == 0, result.err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["cost_model"] is not None and "kinds" not in (tmp_path / "run" / "summary.csv").read_text()
+    (section,) = kinds_sections(summary)
+    assert section.table is not None
+    assert section.table.columns == ("method", "easy", "hard", "all", "identical")
+    rows = {row[0]: row for row in section.table.rows}
+    assert set(rows) == {"AR", *(method.name for method in PRESETS["kinds"].methods)}
+    for method in PRESETS["kinds"].methods:
+        assert method.verifier != "exact" or rows[method.name][-1] == "2 of 2", method.name
+        assert "x** (" in rows[method.name][1]
+    assert rows["AR"][1:4] == ["1.00"] * 3
+    gains = compare_methods(summary, "Jacobi tree, row above", "Jacobi chain")
+    assert set(gains) == {"easy", "hard", "all"} and all(value.endswith(" %") for value in gains.values())
+
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- results: run#kinds -->\n<!-- end -->\nafter\n")
+    assert call("plot", "--page", page).code == 0
+    text = page.read_text()
+    assert text.count("| method | easy | hard | all | identical |") == 1 and "drafting" not in text
+    assert text.startswith("before") and text.endswith("after\n")
+    assert call("plot", tmp_path / "run").code == 0
+    assert "plain decoding of the same picture" in (tmp_path / "run" / "report.html").read_text()

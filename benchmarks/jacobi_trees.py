@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--compile", default="auto", choices=["auto", "on", "capture", "off"])
+    parser.add_argument("--numerics", default="row-invariant", choices=["row-invariant", "fastest"])
     parser.add_argument("--per-kind", type=int, default=8, help="prompts of each kind")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--temperature", type=float, action="append")
@@ -85,7 +86,12 @@ def main() -> None:
     groups = {kind: texts[: options.per_kind] for kind, texts in json.loads(PROMPTS.read_text()).items()}
     prompts, kinds = [t for texts in groups.values() for t in texts], [k for k, texts in groups.items() for _ in texts]
     pipe = Pipeline.from_pretrained(
-        options.model, device=options.device, dtype=options.dtype, compile=options.compile, tree="none"
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        compile=options.compile,
+        numerics=options.numerics,
+        tree="none",
     )
     pipe.set_progress_bar_config(disable=True)
     for temperature in options.temperature or (1.0, 0.5):

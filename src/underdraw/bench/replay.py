@@ -8,11 +8,13 @@ and every number measured this way says so.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from underdraw.tree import AcceptedPath, DraftTree, Proposal
 from underdraw.verifiers.exact import match_all_nodes
 
 TRACE_KIND = "underdraw-trace"
+MAX_PASSES = 1024  # of a trace that a `ReplayVerifier` can load later
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,44 @@ class Trace:
         return cls(plans, tuple(row[0] for row in rows), dict(record.get("about", {})))
 
 
+def save_traces(path: Path, traces: Sequence[Trace]) -> None:
+    """Write many traces into one compressed file: four bytes per pass, and what they were recorded from as JSON."""
+    columns = [
+        [accepted, plan.depth, plan.branch, plan.nodes]
+        for trace in traces
+        for accepted, plan in zip(trace.accepted, trace.plans, strict=True)
+    ]
+    about = json.dumps([trace.about for trace in traces])
+    with atomic_write(path) as file:
+        np.savez_compressed(
+            file,
+            passes=np.array(columns, dtype=np.uint8),
+            counts=np.array([len(trace.plans) for trace in traces], dtype=np.int32),
+            about=np.frombuffer(about.encode(), dtype=np.uint8),
+        )
+
+
+def load_traces(path: Path) -> list[Trace]:
+    """The traces of `save_traces`."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            passes, counts = arrays["passes"].astype(int), arrays["counts"]
+            about = json.loads(arrays["about"].tobytes())
+        parts = np.split(passes, np.cumsum(counts)[:-1])
+        return [
+            Trace(
+                tuple(
+                    TreePlan(depth, 2 if branch > 1 else 1, branch, nodes) for _, depth, branch, nodes in part.tolist()
+                ),
+                tuple(part[:, 0].tolist()),
+                facts,
+            )
+            for part, facts in zip(parts, about, strict=True)
+        ]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, ConfigError) as error:
+        raise ConfigError(f"{path} holds no traces ({error}); benchmarks/replay_kinds.py writes such a file.") from None
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayPolicy:
     """A tree policy that repeats the plans of a trace, from the start again when they are used up."""
@@ -88,8 +129,17 @@ class ReplayVerifier:
     proposals: ClassVar[tuple[Proposal, ...]] = ("coupled", "topk")
 
     def __init__(self, trace: Trace, device: torch.device) -> None:
-        self.lengths = torch.tensor(trace.accepted, device=device)  # (P,)
+        self.lengths = torch.zeros(max(MAX_PASSES, len(trace.accepted)), dtype=torch.int64, device=device)
+        self.count = torch.ones(1, dtype=torch.int64, device=device)  # passes of the trace
         self.pass_number = torch.zeros(1, dtype=torch.int64, device=device)
+        self.load(trace)
+
+    def load(self, trace: Trace) -> None:
+        """Replay another trace from its start, in the same tensors, so that captured passes stay valid."""
+        accepted = torch.tensor(trace.accepted)
+        self.lengths[: len(accepted)].copy_(accepted)
+        self.count.fill_(len(accepted))
+        self.rewind()
 
     def rewind(self) -> None:
         self.pass_number.zero_()
@@ -98,7 +148,7 @@ class ReplayVerifier:
         chosen = noise_window.sampler.layout.token_ids(noise_window.sample(logits, tree.depths + 1))  # (B, N)
         reach = noise_window.steps.shape[1]
         match_all_nodes(tree, reach, chosen)  # only for its time
-        length = torch.minimum(self.lengths[self.pass_number % len(self.lengths)], tree.depths.amax(1))  # (B,)
+        length = torch.minimum(self.lengths[self.pass_number % self.count], tree.depths.amax(1))  # (B,)
         self.pass_number.add_(1)
         node = (tree.depths == length[:, None]).int().argmax(1)  # the first node of that depth
         rows = torch.arange(len(node), device=node.device)

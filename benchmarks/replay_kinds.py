@@ -1,0 +1,171 @@
+"""Speed at the size of a 7B model on five kinds of pictures, with the accepted lengths of the embedded model.
+
+    python benchmarks/replay_kinds.py record benchmarks/traces/kinds.npz --device cuda --batch 40
+    python benchmarks/replay_kinds.py replay benchmarks/traces/kinds.npz --out benchmarks/results/replay/kinds.json
+
+`record` draws all prompts of prompts_kinds.json with the embedded model and keeps plan and accepted length of every
+pass. `replay` runs the same passes with random weights of a published shape and forces those lengths: all work of a
+pass is done, no picture is drawn. It times every picture, and plain decoding in the same context. How fast a real model
+of that size is depends on how well its tokens can be guessed, which this does not measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jacobi_trees import PROMPTS, decode
+
+from underdraw import Pipeline
+from underdraw.bench.engine import FORCED, WARMUP_PASSES, EngineBench, EngineBenchConfig
+from underdraw.bench.environment import describe_machine
+from underdraw.bench.replay import ReplayPolicy, ReplayVerifier, Trace, load_traces, save_traces
+from underdraw.drafters.forced import Forced
+from underdraw.drafters.jacobi_tree import JacobiTree
+from underdraw.history import History
+from underdraw.io import atomic_write_json
+from underdraw.models.loading import resolve_placement
+from underdraw.plan import TreePlan
+from underdraw.policies.fixed import NoTree
+
+SETTINGS = {"chain 64": "chain:depth=63", "tree 64": "trunk:nodes=64", "tree 128": "trunk:nodes=128"}
+
+
+def trace_of(history: History, about: dict[str, Any]) -> Trace:
+    """The passes of a picture, from what its history holds of every cell."""
+    drawn = history.pass_index >= 0
+    _, first = np.unique(history.pass_index[drawn], return_index=True)
+    columns = zip(
+        *(getattr(history, name)[drawn][first].tolist() for name in ("accepted", "depth", "nodes")), strict=True
+    )
+    accepted, plans = [], []
+    for length, depth, nodes in columns:
+        branch = 1 if nodes <= depth + 1 else 8
+        accepted.append(length)
+        plans.append(TreePlan(depth, 2 if branch > 1 else 1, branch, nodes))
+    return Trace(tuple(plans), tuple(accepted), about)
+
+
+def record(options: argparse.Namespace) -> None:
+    """Draw the prompts of every kind with every setting and write the traces."""
+    groups = {kind: texts[: options.per_kind] for kind, texts in json.loads(PROMPTS.read_text()).items()}
+    prompts, kinds = [t for texts in groups.values() for t in texts], [k for k, texts in groups.items() for _ in texts]
+    pipe = Pipeline.from_pretrained(options.model, device=options.device, drafter="jacobi-tree", tree="none")
+    traces = []
+    for name, tree in SETTINGS.items():
+        pipe.tree = tree
+        histories = decode(pipe, prompts, options.temperature, options.batch)
+        for seed, (history, prompt, kind) in enumerate(zip(histories, prompts, kinds, strict=True)):
+            about = {"setting": name, "kind": kind, "prompt": prompt, "seed": seed, "temperature": options.temperature}
+            traces.append(trace_of(history, about))
+        shown = [trace.tokens_per_pass for trace in traces[-len(prompts) :]]
+        print(f"{name}: {1 / np.mean(1 / np.array(shown)):.2f} tokens per pass", flush=True)
+    options.traces.parent.mkdir(parents=True, exist_ok=True)
+    save_traces(options.traces, traces)
+    print(f"{len(traces)} traces in {options.traces}, {options.traces.stat().st_size} bytes")
+
+
+def replay(options: argparse.Namespace) -> None:
+    """Time the passes of every trace at the size of another model."""
+    traces = load_traces(options.traces)
+    placement = resolve_placement(options.device, "auto")
+    is_cuda, started = placement.device.type == "cuda", time.perf_counter()
+    config = EngineBenchConfig(options.model, placement, "capture" if is_cuda else "off", passes=40 if is_cuda else 4)
+    bench = EngineBench(config, lambda stage: print(f"{time.perf_counter() - started:6.1f} s: {stage}", flush=True))
+    plain = bench.pass_ms(Forced(), NoTree())
+    result = {
+        "kind": "replay",
+        "model": f"random:{options.model}",
+        "machine": describe_machine(placement.device),
+        "dtype": str(placement.dtype).removeprefix("torch."),
+        "temperature": config.temperature,
+        "note": FORCED,
+        "plain_ms": round(plain, 4),
+        "rows": [],
+    }
+    for row in replay_rows(bench, traces, options.limit):
+        result["rows"].append({**row, "over_plain": round(plain / row["ms_per_token"], 4)})
+        if options.out is not None:
+            atomic_write_json(options.out, result)
+        if time.perf_counter() - started > options.seconds:
+            print(f"stopped after {options.seconds} s")
+            break
+    print(render(result))
+
+
+def replay_rows(bench: EngineBench, traces: Sequence[Trace], limit: int | None) -> Iterator[dict[str, Any]]:
+    """One row per trace, kinds and settings in turns, so that a run that is cut short has all of them."""
+    names = [(trace.about["setting"], trace.about["kind"]) for trace in traces]
+    order = sorted(range(len(traces)), key=lambda index: (names[:index].count(names[index]), index))
+    drafter = JacobiTree()
+    verifiers: dict[str, ReplayVerifier] = {}
+    for index in order[:limit]:
+        trace, setting = traces[index], traces[index].about["setting"]
+        if setting not in verifiers:
+            verifiers[setting] = ReplayVerifier(trace, bench.device)
+            for _ in range(2):  # captures the passes of this setting
+                run_trace(bench, drafter, verifiers[setting], trace)
+        seconds, tokens = run_trace(bench, drafter, verifiers[setting], trace)
+        yield {
+            **{key: trace.about[key] for key in ("setting", "kind", "prompt", "seed")},
+            "ms_per_token": round(1000 * seconds / tokens, 5),
+            "tokens_per_pass": round(trace.tokens_per_pass, 4),
+        }
+
+
+def run_trace(bench: EngineBench, drafter: JacobiTree, verifier: ReplayVerifier, trace: Trace) -> tuple[float, int]:
+    """Seconds and tokens of the passes of a trace; a pass that is captured now counts as the median one."""
+    verifier.load(trace)
+    steps = bench.run_decode(drafter, ReplayPolicy(trace), verifier=verifier, max_passes=len(trace.plans))
+    seconds = np.array([step.seconds for step in steps])
+    limit = 3 * np.median(seconds)  # captures take longer than any pass
+    seconds[:WARMUP_PASSES] = np.minimum(seconds[:WARMUP_PASSES], np.median(seconds))
+    seconds[seconds > limit] = np.median(seconds)
+    return float(seconds.sum()), sum(len(step.tokens) for step in steps)
+
+
+def render(result: dict[str, Any]) -> str:
+    """A table: settings against kinds, speed over plain decoding as median (p10 to p90)."""
+    rows = result["rows"]
+    kinds = [*dict.fromkeys(row["kind"] for row in rows), "all"]
+    lines = [f"{result['model']}, {result['machine']['device']}, plain decoding {result['plain_ms']:.2f} ms per token"]
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        cells = []
+        for kind in kinds:
+            chosen = [row for row in rows if row["setting"] == setting and kind in (row["kind"], "all")]
+            if not chosen:  # the run was cut short
+                continue
+            p10, median, p90 = np.percentile([row["over_plain"] for row in chosen], [10, 50, 90])
+            mean = result["plain_ms"] / np.mean([row["ms_per_token"] for row in chosen])
+            cells.append(f"{kind} {mean:.2f} (median {median:.2f}, p10 {p10:.2f} to p90 {p90:.2f})")
+        lines.append(f"{setting}: " + "; ".join(cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("record", "replay"):
+        command = commands.add_parser(name)
+        command.add_argument("traces", type=Path, metavar="NPZ")
+        command.add_argument("--device", default="auto")
+        command.add_argument("--model", default="tiny" if name == "record" else "anole-7b")
+        if name == "record":
+            command.add_argument("--batch", type=int, default=1)
+            command.add_argument("--per-kind", type=int, default=8, help="prompts of each kind")
+            command.add_argument("--temperature", type=float, default=1.0)
+        else:
+            command.add_argument("--out", type=Path, metavar="JSON")
+            command.add_argument("--limit", type=int, metavar="N", help="only N traces")
+            command.add_argument("--seconds", type=float, default=600, help="stop after this time")
+    options = parser.parse_args()
+    (record if options.command == "record" else replay)(options)
+
+
+if __name__ == "__main__":
+    main()

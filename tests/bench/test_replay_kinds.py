@@ -1,0 +1,60 @@
+"""Compact traces of many pictures, and benchmarks/replay_kinds.py, which records and replays them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import small_checkpoint
+import torch
+
+from underdraw.bench.replay import ReplayVerifier, Trace, load_traces, save_traces
+from underdraw.errors import ConfigError
+from underdraw.plan import TreePlan
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_traces_survive_a_round_trip(tmp_path: Path) -> None:
+    traces = [
+        Trace((TreePlan(63, 1, 1, 64), TreePlan(12, 1, 1, 13)), (40, 0), {"kind": "plain", "seed": 1}),
+        Trace((TreePlan(40, 2, 8, 64), TreePlan(80, 2, 8, 128), TreePlan(0, 1, 1, 1)), (7, 80, 0), {"kind": "photo"}),
+    ]
+    save_traces(tmp_path / "traces.npz", traces)
+    assert load_traces(tmp_path / "traces.npz") == traces
+    (tmp_path / "traces.npz").write_bytes(b"no archive")
+    with pytest.raises(ConfigError, match="holds no traces"):
+        load_traces(tmp_path / "traces.npz")
+
+
+def test_verifier_replays_one_trace_after_another_in_the_same_tensors() -> None:
+    first, second = (Trace((TreePlan(3, 1, 1, 4),) * len(lengths), lengths, {}) for lengths in ((1, 2, 3), (0, 5)))
+    verifier = ReplayVerifier(first, torch.device("cpu"))
+    storage = verifier.lengths.data_ptr(), verifier.count.data_ptr()
+    verifier.pass_number.add_(2)
+    verifier.load(second)
+    assert (verifier.lengths.data_ptr(), verifier.count.data_ptr()) == storage
+    assert verifier.lengths[:2].tolist() == [0, 5] and int(verifier.count) == 2 and int(verifier.pass_number) == 0
+
+
+def test_traces_are_recorded_and_replayed(tmp_path: Path) -> None:
+    def run(*arguments: object) -> str:
+        words = [sys.executable, "benchmarks/replay_kinds.py", *map(str, arguments), "--device", "cpu"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    model = small_checkpoint.write(tmp_path / "small", length=160, drafter=False)
+    run("record", tmp_path / "traces.npz", "--model", model, "--per-kind", 1, "--batch", 5)
+    traces = load_traces(tmp_path / "traces.npz")
+    assert len(traces) == 15 and {trace.about["setting"] for trace in traces} == {"chain 64", "tree 64", "tree 128"}
+    assert all(sum(trace.accepted) + len(trace.accepted) == small_checkpoint.TOKENS for trace in traces)
+    text = run("replay", tmp_path / "traces.npz", "--model", "toy", "--limit", 3, "--out", tmp_path / "replay.json")
+    record = json.loads((tmp_path / "replay.json").read_text())
+    assert len(record["rows"]) == 3 and all(row["over_plain"] > 0 for row in record["rows"])
+    assert "random:toy" in text and "p10" in text

@@ -20,5 +20,6 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(served_model: Path) -> Iterator[RunningServer]:
-    with run_server(Pipeline.from_pretrained(served_model, tree="chain:depth=4"), slots=4, queue=16) as running:
+    pipe = Pipeline.from_pretrained(served_model, drafter="jacobi", tree="chain:depth=4")
+    with run_server(pipe, slots=4, queue=16) as running:
         yield running

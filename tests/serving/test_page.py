@@ -18,25 +18,12 @@ import small_checkpoint
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 from running_server import PROMPT, RunningServer, run_server
+from slow_policies import SlowChain
 
 from underdraw import Pipeline
-from underdraw.history import History
-from underdraw.plan import TreePlan
 
 SIDE = 12  # codes
 NOT_TO_THE_INTERNET = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
-
-
-@dataclass(frozen=True)
-class SlowChain:
-    """A chain that leaves time to watch, and to press buttons."""
-
-    depth: int = 6
-    seconds: float = 0.02
-
-    def plan(self, history: History, step: int) -> TreePlan:
-        time.sleep(self.seconds)
-        return TreePlan(self.depth, 1, 1, self.depth + 1)
 
 
 def find_chromium() -> str:

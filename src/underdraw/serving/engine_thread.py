@@ -253,7 +253,7 @@ class EngineThread:
         self.failures = 0
         entry.seconds += time.perf_counter() - started
         for image, result in step.results:
-            self._send(Pass(image, result))
+            self._send(self._jobs[image], Pass(image, result))
             if not image.is_done:
                 self._send_partial(image)
         for image in step.finished:
@@ -274,40 +274,43 @@ class EngineThread:
             return
         job.preview_is_read = False
         self._preview_after = started + max(PREVIEW_SECONDS, (time.perf_counter() - started) / PREVIEW_SHARE)
-        self._send(PartialPicture(image, picture, int((history.grid("tokens") >= 0).sum())))
+        self._send(job, PartialPicture(image, picture, int((history.grid("tokens") >= 0).sum())))
 
     def _end(self, image: ScheduledImage) -> None:
-        """Decode and send an image that left its slot, and forget it."""
-        job = self._jobs[image]
+        """Forget an image that left its slot, decode it and send it."""
+        job = self._take(image)
         if image.status == "finished":
             self._image_seconds += 0.2 * (image.run_seconds - self._image_seconds)
             try:
                 if not job.prompt_tokens:
                     job.prompt_tokens = count_prompt_tokens(job)
-                self._send(Finished(image, job.pipe.decode_images([image.history])[0]))
+                picture = job.pipe.decode_images([image.history])[0]
             except Exception as error:
-                self._fail([image], error)
+                self._send_failure(job, image, error)
+            else:
+                self._send(job, Finished(image, picture))
         elif image.status == "failed":
-            self._fail([image], image.error or RuntimeError("no reason recorded"))
+            self._send_failure(job, image, image.error or RuntimeError("no reason recorded"))
         elif not job.is_cancelled:
-            self._fail([image], errors.draining())
-        with self._lock:
-            self._jobs.pop(image, None)
+            self._send_failure(job, image, errors.draining())
 
     def _fail(self, images: list[ScheduledImage], error: Exception) -> None:
-        answer = errors.drawing_failed(error)
         for image in images:
-            if answer.status_code == 500:
-                log.error("request %s: image %d failed", image.request_id, image.index, exc_info=error)
-            self._send(Failed(image, answer))
-        with self._lock:
-            for image in images:
-                self._jobs.pop(image, None)
+            self._send_failure(self._take(image), image, error)
 
-    def _send(self, event: Event) -> None:
+    def _take(self, image: ScheduledImage) -> Job:
+        with self._lock:
+            return self._jobs.pop(image)
+
+    def _send_failure(self, job: Job, image: ScheduledImage, error: Exception) -> None:
+        answer = errors.drawing_failed(error)
+        if answer.status_code == 500:
+            log.error("request %s: image %d failed", job.id, image.index, exc_info=error)
+        self._send(job, Failed(image, answer))
+
+    def _send(self, job: Job, event: Event) -> None:
         """Hand an event to the job's reader on the event loop."""
         self.on_event(event)
-        job = self._jobs[event.image]
         if (isinstance(event, Pass) and not job.live) or self._loop is None or self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(job.events.put_nowait, event)

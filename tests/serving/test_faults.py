@@ -1,0 +1,246 @@
+"""Clients that go away, images that fail, signals, malformed requests: right answers, and the server still draws."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import io
+import json
+import random
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from commands import start
+from PIL import Image
+from running_server import PROMPT, RunningServer, run_server
+from slow_policies import SlowChain
+
+from underdraw import Pipeline
+from underdraw.serving.engine_thread import Event, Pass
+
+GENERATE = "/v1/images/generations"
+FAILING_SEED = 666
+
+
+@pytest.fixture(scope="module")
+def slow_server(served_model: Path) -> Iterator[RunningServer]:
+    tree: Any = SlowChain(depth=2, failing_seed=FAILING_SEED)
+    with run_server(Pipeline.from_pretrained(served_model, drafter="jacobi", tree=tree), slots=3, queue=3) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pipe(served_model: Path) -> Pipeline:
+    return Pipeline.from_pretrained(served_model, tree="none")
+
+
+def post(server: RunningServer, **body: Any) -> httpx.Response:
+    return httpx.post(server.url + GENERATE, json={"prompt": PROMPT, **body}, timeout=60)
+
+
+def assert_drawn(answer: httpx.Response, pipe: Pipeline, seed: int) -> None:
+    """The answer is the picture of that seed."""
+    assert answer.status_code == 200, answer.text
+    encoded = answer.json()["data"][0]["b64_json"]
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))))
+    assert np.array_equal(pixels, np.asarray(pipe(PROMPT, seed=seed).images[0]))
+
+
+def assert_refused(answer: httpx.Response) -> None:
+    """The answer has OpenAI's error object, and nothing of the server's insides."""
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert not re.search(r"Traceback|\.py|/root|/tmp|/secret|/home", answer.text)
+
+
+def wait_until_idle(server: RunningServer, seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not server.engine.is_idle:
+        assert time.monotonic() < end, "an image still has its slot"
+        time.sleep(0.002)
+    assert server.engine.running == server.engine.waiting == 0
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/draw"])
+def test_client_that_goes_away_frees_its_slot(
+    slow_server: RunningServer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the middle of a stream: at most the pass that runs and the one that had begun are finished."""
+    passes: list[Event] = []
+    count = slow_server.engine.on_event
+    monkeypatch.setattr(slow_server.engine, "on_event", lambda event: (passes.append(event), count(event))[1])
+    body = {"prompt": PROMPT, "seed": 1} | ({"stream": True, "partial_images": 3} if path == GENERATE else {})
+    with httpx.stream("POST", slow_server.url + path, json=body) as answer:
+        next(answer.iter_lines())
+    gone, started = sum(isinstance(event, Pass) for event in passes), time.monotonic()
+    wait_until_idle(slow_server)
+    assert time.monotonic() - started < 2
+    assert sum(isinstance(event, Pass) for event in passes) < min(30, gone + 15)
+
+
+def test_client_that_hangs_up_before_its_json(slow_server: RunningServer) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(slow_server.url + GENERATE, json={"prompt": PROMPT, "n": 3}, timeout=0.15)
+    wait_until_idle(slow_server)
+
+
+def test_failing_image_leaves_its_neighbours_alone(slow_server: RunningServer, pipe: Pipeline) -> None:
+    seeds = [1, FAILING_SEED, 2]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda seed: post(slow_server, seed=seed), seeds))
+    assert answers[1].status_code == 500
+    assert_refused(answers[1])
+    assert_drawn(answers[0], pipe, 1)
+    assert_drawn(answers[2], pipe, 2)
+    with httpx.stream(
+        "POST", slow_server.url + GENERATE, json={"prompt": PROMPT, "seed": FAILING_SEED, "stream": True}
+    ) as answer:
+        text = "".join(answer.iter_text())
+    assert '"code":"drawing_failed"' in text and "secret" not in text
+
+
+def test_crashed_scheduler_is_replaced(
+    slow_server: RunningServer, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = slow_server.engine._scheduler("auto").scheduler
+    monkeypatch.setattr(scheduler, "step", lambda: 1 / 0)
+    answer = post(slow_server, seed=1)
+    assert answer.status_code == 500
+    assert_refused(answer)
+    assert_drawn(post(slow_server, seed=4), pipe, 4)
+    assert httpx.get(f"{slow_server.url}/health/ready").status_code == 200
+
+
+def test_full_queue_and_deadline(slow_server: RunningServer, served_model: Path) -> None:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(post, slow_server, n=6, seed=1)
+        while slow_server.engine.waiting < 3:
+            time.sleep(0.005)
+        refused = post(slow_server)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert_refused(refused)
+        assert first.result().status_code == 200
+    tree: Any = SlowChain()
+    with run_server(Pipeline.from_pretrained(served_model, drafter="jacobi", tree=tree), timeout=0.2) as hurried:
+        late = post(hurried, n=4)
+        assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+        wait_until_idle(hurried)
+
+
+def test_sigterm_finishes_what_is_drawn(served_model: Path, tmp_path: Path, pipe: Pipeline) -> None:
+    """Under load: every request gets its picture, a 503 or no connection, and the server exits with 0."""
+    process = start("serve", "--model", served_model, "--port", 0, "--slots", 4, "--queue", 100, cwd=tmp_path)
+    assert process.stdout is not None
+    ready = process.stdout.readline()
+    url = ready.split()[-1].rstrip("/")
+    server: Any = type("Server", (), {"url": url})
+
+    def draw(seed: int) -> httpx.Response | None:
+        try:
+            return post(server, seed=seed)
+        except httpx.ConnectError:
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        answers = [pool.submit(draw, seed) for seed in range(72)]
+        while sum(answer.done() for answer in answers) < 4:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        results = [answer.result() for answer in answers]
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert ready.startswith("served on cpu, 4 slots: page and API at http://127.0.0.1:")
+    assert out.strip() == "stopped." and "Traceback" not in err and PROMPT not in err
+    drawn = [(seed, answer) for seed, answer in enumerate(results) if answer is not None and answer.status_code == 200]
+    refused = [answer for answer in results if answer is not None and answer.status_code != 200]
+    assert len(drawn) >= 4 and refused and {answer.status_code for answer in refused} == {503}
+    for answer in refused:
+        assert_refused(answer)
+    for seed, answer in drawn[::4]:
+        assert_drawn(answer, pipe, seed)
+
+
+def malformed_bodies() -> list[bytes]:
+    """300 bodies that are wrong in different ways; the same ones every time."""
+    chance = random.Random(0)
+    values: list[Any] = [
+        None,
+        True,
+        -1,
+        10**400,
+        1e308,
+        "",
+        "x" * 50,
+        [],
+        {},
+        [[1]],
+        "\ud800",
+        "../../etc/passwd",
+        -0.5,
+    ]
+    names = [
+        "prompt",
+        "n",
+        "size",
+        "seed",
+        "temperature",
+        "guidance_scale",
+        "top_k",
+        "top_p",
+        "stream",
+        "model",
+        "tree",
+    ]
+    bodies = [
+        b"", b"{", b"null", b"[]", b'"fox"', b"\xff\xfe{}", b'{"prompt": "\xff"}', b'{"prompt": NaN}', b"\x00" * 20,
+        b"[" * 100_000, b'{"prompt":' * 5000, b'{"prompt": "a", "prompt": 3}', b'{"seed": ' + b"9" * 6000 + b"}",
+    ]  # fmt: skip
+    while len(bodies) < 300:
+        body = {name: chance.choice(values) for name in chance.sample(names, 5)}
+        body["prompt"] = chance.choice([3, None, [], "", " ", {"a": 1}]) if chance.random() < 0.5 else PROMPT
+        body[chance.choice(["", "promt", "__class__", "\x00"])] = 1  # at least one field does not exist
+        try:
+            bodies.append(json.dumps(body).encode())
+        except ValueError:  # a number that Python itself refuses to print
+            continue
+    return bodies
+
+
+def test_malformed_requests(server: RunningServer, pipe: Pipeline) -> None:
+    headers = {"Content-Type": "application/json"}
+    with httpx.Client(base_url=server.url) as client:
+        for body in malformed_bodies():
+            answer = client.post(GENERATE, content=body, headers=headers)
+            assert answer.status_code == 400, body[:200]
+            assert_refused(answer)
+        large = client.post(GENERATE, content=b"x" * 300_000, headers=headers)
+        chunked = client.post(GENERATE, content=(b"x" * 10_000 for _ in range(40)), headers=headers)
+        assert large.status_code == chunked.status_code == 413
+        assert_refused(chunked)
+        assert client.post(GENERATE, content=b"prompt=fox").status_code == 400
+        for path in ("/nothing", "/page/../app.py", "/page/%2e%2e%2fapp.py", "/docs"):
+            assert_refused(client.get(path))
+        assert client.get(GENERATE).status_code == 405
+    assert server.engine.is_idle
+    assert_drawn(post(server, seed=9), pipe, 9)
+
+
+def test_slow_body_is_not_waited_for(served_model: Path) -> None:
+    with run_server(Pipeline.from_pretrained(served_model, drafter="jacobi", tree="none"), body_timeout=0.3) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            head = (
+                f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 40\r\n\r\n"
+            )
+            connection.sendall(head.encode() + b'{"prompt":')
+            connection.settimeout(10)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+        assert post(running).status_code == 200

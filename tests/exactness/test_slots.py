@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import graph_checks
+import numpy as np
 import pytest
 import slot_checks
+import torch
 import toy_models
 from replay_tape import Tape
 
@@ -20,6 +22,7 @@ from underdraw.drafters.small_model import SmallModel
 from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.slot_batch import SlotBatch, bucket_slots
 from underdraw.errors import CapacityError
+from underdraw.registry import verifiers
 from underdraw.verifiers.tree_walk import TreeWalk
 
 
@@ -168,3 +171,51 @@ def test_numbers_of_slots() -> None:
         1, 2, 3, 4, 6, 8, 12, 16, 48,
     ]  # fmt: skip
     assert bucket_slots(9, 10, is_captured=True) == 10
+
+
+@pytest.mark.parametrize("name", ["jacobi", "eagle"])
+def test_one_copy_to_the_host_per_pass(
+    name: str, make_cache: Callable[[], GraphCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While no image enters or leaves; tapes fail if a captured pass waits for the device."""
+    choose = random.Random(9)
+    parts = slot_checks.make_parts(toy_models.target(), name, "chain:depth=2", graphs=make_cache())
+    batch = slot_checks.open_batch(parts, toy_models.PLAIN, guided=True, slots=4)
+    batch.admit([slot_checks.make_image(toy_models.PLAIN, choose, guided=True) for _ in range(3)])
+    copies, original_tolist = 0, torch.Tensor.tolist
+
+    def counting_tolist(tensor: torch.Tensor) -> Any:
+        nonlocal copies
+        copies += 1
+        return original_tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counting_tolist)
+    for _ in range(5):
+        results, _ = batch.step()
+        assert len(results) == 3
+    assert copies == 5
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("name", ["jacobi", "eagle"])
+def test_other_verifiers_draw_complete_images(name: str, captured: bool, make_cache: Callable[[], GraphCache]) -> None:
+    """Their tokens depend on the drafts, so they need not be those of drawing each image alone; all are codes."""
+    choose = random.Random(10)
+    parts = slot_checks.make_parts(
+        toy_models.target(),
+        name,
+        "chain:depth=3",
+        graphs=make_cache() if captured else None,
+        verifier=verifiers.build("rejection"),
+        proposal="sampled",
+        token_stats="keep",
+    )
+    batch = slot_checks.open_batch(parts, toy_models.PLAIN, guided=True, slots=2)
+    waiting = images = [slot_checks.make_image(toy_models.PLAIN, choose, guided=True) for _ in range(4)]
+    while waiting or batch.running:
+        count = batch.admit(waiting[:1]) if waiting and batch.free else 0
+        waiting = waiting[count:]
+        batch.step()
+    for image in images:
+        assert set(image.history.tokens.tolist()) <= set(toy_models.CODES)
+        assert np.isfinite(image.history.entropy).all()

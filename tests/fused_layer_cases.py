@@ -21,6 +21,8 @@ ARCHES: tuple[dict[str, Any], ...] = (
     {"norm": "pre_skip_first", "kv_heads": 1},
     {"head_dim": 24, "ffn": 300},
     {"norm": "post"},
+    {"norm": "sandwich", "qkv_bias": True, "kv_heads": 2},
+    {"qkv_bias": True, "kv_heads": 2},
 )
 
 
@@ -70,7 +72,7 @@ def check_layer_functions(
     first, second = net.blocks
     assert isinstance(net.norm, RMSNorm)
     variants = [EAGER, ROW_INVARIANT, fused_layers.with_cache_kernel(DecoderLayer.project_qkv, layer_to_qkv)]
-    if net.arch.norm != "post":  # which the fused GEMMs do not support
+    if net.arch.norm not in ("post", "sandwich"):  # which the fused GEMMs do not support
         variants.append(fused_layers.FUSED)
     results = []
     for functions in variants:

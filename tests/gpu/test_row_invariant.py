@@ -16,6 +16,7 @@ from underdraw.drafters.jacobi import Jacobi
 from underdraw.drafters.small_model import SmallModel
 from underdraw.engine.cuda_graphs import GraphCache, make_graph_cache
 from underdraw.layout import Layout
+from underdraw.nn.rope import Rope
 from underdraw.nn.target import DecoderTarget
 from underdraw.registry import policies
 
@@ -24,12 +25,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 # Longer than the tail of the attention kernel, so that blocks below it are read as well.
 LAYOUTS = {
     "plain": Layout(12, 13, toy_models.CODES),
+    "preview": Layout(11, 12, toy_models.CODES, preview=(4, 6), epilogue=(2,)),
     "row-ends": Layout(13, 11, toy_models.CODES, prologue=(1, 36), row_end=37, epilogue=(2,)),
 }
 ARCHES = {
     "mha": {},
     "gqa-rms": {"kv_heads": 2, "qk_norm": "rms"},
     "layer-per-head": {"qk_norm": "layer", "qk_norm_heads": "per_head"},
+    "sandwich-mrope": {
+        "kv_heads": 2,
+        "qkv_bias": True,
+        "norm": "sandwich",
+        "rope": Rope((2, 2, 2), mrope=True, unrotated=2),
+    },
 }
 SEEDS = (3, 4, 5)
 

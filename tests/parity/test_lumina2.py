@@ -9,7 +9,8 @@ import parity_cases
 import pytest
 import reference_networks as reference
 import torch
-from parity_cases import ParityCase
+from fake_hub import FakeHub
+from parity_cases import CPU, ParityCase
 from torch import Tensor
 from vqgan_shapes import movqgan_shapes
 
@@ -17,6 +18,7 @@ from underdraw.errors import CheckpointError
 from underdraw.models import anole, lumina, lumina2
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import ImageSize, SamplingDefaults
+from underdraw.models.loading import load_model, open_model
 from underdraw.models.lumina2 import MAX_PATCHES
 from underdraw.models.movq_checkpoint import authors_name
 from underdraw.models.random_weights import model_shape
@@ -144,6 +146,15 @@ def test_saved_pipeline_draws_the_same_image(lumina2: ParityCase, tmp_path: Path
     copy = Pipeline.from_pretrained(tmp_path / "copy", device="cpu", local_files_only=True)
     mine, theirs = (p(PROMPT_TEXT, seed=2, height=32, width=64, output_type="pt").images for p in (pipe, copy))
     assert torch.equal(mine, theirs) and mine.shape == (1, 3, 32, 64)
+
+
+def test_movqgan_is_downloaded(lumina2: ParityCase, fake_hub: FakeHub) -> None:
+    """From a repository that holds several sizes of it."""
+    name, images = "Alpha-VLLM/Lumina-mGPT-2.0", "ai-forever/MoVQGAN"
+    fake_hub.add(name, lumina2.path)
+    fake_hub.add(images, lumina2.path.parent / "movqgan" / "270M", {"movqgan_67M.ckpt": 1})
+    load_model(open_model(name), CPU)
+    assert fake_hub.downloaded(images) == ["movqgan_270M.ckpt"]
 
 
 def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -11,12 +11,14 @@ import newer_checkpoint_writers
 import parity_cases
 import pytest
 import torch
-from parity_cases import ParityCase
+from fake_hub import FakeHub
+from parity_cases import CPU, ParityCase
 from torch import Tensor
 
 from underdraw.errors import CheckpointError
 from underdraw.models import simplear as family
 from underdraw.models.family import SamplingDefaults
+from underdraw.models.loading import load_model, open_model
 from underdraw.models.random_weights import model_shape
 from underdraw.nn.transformer import Transformer
 from underdraw.pipeline import Pipeline
@@ -128,6 +130,16 @@ def test_saved_pipeline_draws_the_same_image(simplear: ParityCase, tmp_path: Pat
     copy = Pipeline.from_pretrained(tmp_path / "copy", device="cpu", local_files_only=True)
     mine, theirs = (p(PROMPT_TEXT, seed=2, height=32, output_type="pt").images for p in (pipe, copy))
     assert torch.equal(mine, theirs) and mine.shape == (1, 3, 32, 32)
+
+
+def test_only_cosmos_decoder_is_downloaded(simplear: ParityCase, fake_hub: FakeHub) -> None:
+    name, images = "Daniel0724/SimpleAR-0.5B-RL", f"nvidia/{family.IMAGE_TOKENIZER}"
+    fake_hub.add(name, simplear.path)
+    fake_hub.add(images, simplear.path.parent / family.IMAGE_TOKENIZER, {"encoder.jit": 1, "autoencoder.jit": 1})
+    model = load_model(open_model(name), CPU)
+    assert fake_hub.downloaded(images) == ["decoder.jit"]
+    codes = random_codes(4).view(1, 2, 2)
+    assert torch.equal(model.image_tokenizer.decode(codes), simplear.model.image_tokenizer.decode(codes))
 
 
 def test_other_qwen2_models_are_not_taken_for_it(tmp_path: Path) -> None:

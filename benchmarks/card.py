@@ -1,4 +1,4 @@
-"""Measure everything that the embedded model's card shows: contact sheet, subjects, statistics, targets.
+"""Measure everything that the embedded model's card shows: contact sheets, subjects, variety, colours, speed.
 
     python benchmarks/card.py --pack pack192.bin [--drafter FOLDER] [--only sheet subjects ...]
 
@@ -33,6 +33,14 @@ def commands(pack: Path, drafter: str, pictures: Path, batch: int) -> dict[str, 
             "recipes.tiny.grade_subjects", *pack_option, *drafter_option, "--batch", str(batch),
             "--out", f"{RESULTS}/subjects.json", "--sheet", str(pictures / "subjects.png"),
         ],
+        "variety": [
+            "recipes.tiny.grade_variety", *drafter_option, "--batch", str(batch), "--out", f"{RESULTS}/variety.json",
+            "--sheet", "docs/images/tiny-seeds.jpg",
+        ],
+        "colours": [
+            "recipes.tiny.grade_colours", *drafter_option, "--batch", str(batch), "--seed", "0",
+            "--out", f"{RESULTS}/colours.json", "--sheet", str(pictures / "colours.jpg"),
+        ],
         "targets": ["recipes.tiny.targets", *common, "--out", "benchmarks/results/targets/cpu"],
         "figures": ["underdraw", "plot", "benchmarks/results/targets/cpu"],
         **{page: ["underdraw", "plot", "--page", page] for page in PAGES},
@@ -46,7 +54,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, default=Path("pictures"), help="folder of the contact sheet's images")
     parser.add_argument("--batch", type=int, default=1, help="batch size")
     parser.add_argument(
-        "--only", nargs="*", metavar="PART", help="prompts, sheet, statistics, loss, subjects, targets, ..."
+        "--only", nargs="*", metavar="PART", help="prompts, sheet, statistics, loss, subjects, variety, ..."
     )
     options = parser.parse_args()
     if not Path(PROMPTS).is_file():

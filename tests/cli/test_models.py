@@ -54,12 +54,12 @@ def test_words_of_the_embedded_model() -> None:
     assert "fox" in record["words"] and len(record["words"]) > 1000
 
 
-def test_every_listed_word_is_one_token() -> None:
-    """The text tokenizer has a token for every word of the training captions."""
+def test_listed_words_are_tokens_but_for_three() -> None:
+    """Three words came into the captions after the text tokenizer was learnt; they are spelled."""
     tokenizer, vocabulary = TextTokenizer.load(TINY / "decoder" / "text.json"), load_vocabulary(TINY)
     assert vocabulary is not None
     spelled = {word: min(len(tokenizer.encode_piece(form)) for form in (word, f" {word}")) for word in vocabulary.words}
-    assert {word for word, tokens in spelled.items() if tokens > 1} == set()
+    assert {word for word, tokens in spelled.items() if tokens > 1} == {"bottom", "large", "pumpkin"}
     listed = {word for phrases in vocabulary.phrases["subjects"].values() for p in phrases for word in split_words(p)}
     assert listed <= vocabulary.words
 
@@ -68,7 +68,7 @@ def test_unknown_words_of_the_benchmark_prompts() -> None:
     vocabulary = load_vocabulary(TINY)
     assert vocabulary is not None
     prompts = (ROOT / "benchmarks" / "prompts128.txt").read_text().splitlines()
-    assert set(vocabulary.unknown_words(prompts)) == {"pirate", "lighthouse", "waterfall", "pumpkin"}
+    assert set(vocabulary.unknown_words(prompts)) == {"pirate", "lighthouse", "waterfall"}
 
 
 def test_unknown_words_are_reported(

@@ -42,3 +42,22 @@ def check_quantized_gemm(
             for name, result in results.items():
                 error = (result.double() - expected[name]).norm() / expected[name].norm()
                 assert error <= tolerance, (weight_format, name, tile, float(error))
+
+
+def check_rows_alone(
+    weight_format: QuantizedFormat,
+    outputs: int,
+    inputs: int,
+    counts: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """The bits of a row do not depend on the number of rows, nor those of a gated row."""
+    generator = torch.Generator().manual_seed(outputs)
+    weight = quantize((torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(device), weight_format)
+    x = torch.randn(max(counts), inputs, generator=generator).to(device, dtype)
+    parts = weight.values, weight.scale, weight_format
+    together, gated = quantized_gemm(x, *parts), quantized_gemm(x, *parts, gated=True)
+    for count in counts:
+        assert torch.equal(quantized_gemm(x[:count], *parts), together[:count]), (weight_format, count)
+        assert torch.equal(quantized_gemm(x[:count], *parts, gated=True), gated[:count]), (weight_format, count)

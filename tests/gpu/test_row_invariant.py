@@ -39,6 +39,10 @@ ARCHES = {
         "rope": Rope((2, 2, 2), mrope=True, unrotated=2),
     },
 }
+WIDE_ARCHES = {  # heads as wide as those of LlamaGen-XL and of a 7B
+    "heads-of-64": {"head_dim": 64, "rope": Rope.one_axis(64)},
+    "heads-of-128-gqa": {"head_dim": 128, "kv_heads": 2, "rope": Rope.one_axis(128), "qk_norm": "layer"},
+}
 SEEDS = (3, 4, 5)
 
 
@@ -67,7 +71,7 @@ SETTINGS = (
 
 @functools.cache
 def target(arch: str, dtype: torch.dtype) -> DecoderTarget:
-    options = ARCHES[arch]
+    options = {**ARCHES, **WIDE_ARCHES}[arch]
     return toy_models.target(architecture=toy_models.arch(dim=64, **options), device="cuda", dtype=dtype)  # type: ignore[arg-type]
 
 
@@ -121,6 +125,13 @@ def test_bfloat16_tokens_equal_plain_decoding(arch: str, layout: str, temperatur
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_other_dtypes_equal_plain_decoding(dtype: torch.dtype, setting: Setting) -> None:
     check("gqa-rms", dtype, "row-ends", 1.0, setting)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("arch", WIDE_ARCHES)
+def test_wide_heads_equal_plain_decoding(arch: str, setting: Setting, temperature: float) -> None:
+    check(arch, torch.bfloat16, "plain", temperature, setting)
 
 
 def test_enough_cases() -> None:

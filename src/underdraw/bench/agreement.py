@@ -1,12 +1,15 @@
-"""How often passes over trees choose the tokens of plain decoding: in half precision, rounding depends on GEMM shapes.
+"""How often passes over trees choose the tokens of plain decoding, and what quantised weights change.
 
-Measured in two ways: end to end (share of identical pictures), and with forced context (share of equal tokens, each
-compared after the tokens of the plain picture, so that one difference does not cause others).
+`measure_agreement` compares one tree with plain decoding in two ways: end to end (share of identical pictures), and
+with forced context (share of equal tokens, each compared after the tokens of the plain picture, so that one difference
+does not cause others). `measure_matrix` compares chains and trees of many sizes, in batches and at temperatures, end to
+end; the first tokens of a picture are enough to see rounding. `measure_quality` compares a quantised decoder with the
+full one, with forced context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,14 +18,18 @@ from torch import Tensor
 
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
+from underdraw.drafters.jacobi_tree import JacobiTree
 from underdraw.engine.autotune import FixedPlan
 from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.decode import collect_passes, decode
 from underdraw.history import History
 from underdraw.layout import Layout
+from underdraw.models.family import Placement
+from underdraw.models.random_weights import model_shape, random_target
 from underdraw.nn.target import DecoderTarget
-from underdraw.plan import MAX_NODES, TreePlan
+from underdraw.plan import MAX_GPU_DEPTH, MAX_NODES, TreePlan
 from underdraw.policies.fixed import NoTree
+from underdraw.policies.trunk import Trunk
 from underdraw.protocols import (
     CapturableDraft,
     Drafter,
@@ -38,6 +45,14 @@ from underdraw.tree import AcceptedPath, DraftTree, Proposal, chain
 from underdraw.verifiers.exact import Exact
 
 NODES = 16  # of the trees, and of plain passes that run over the same shapes
+RANDOM = "random:"  # begins the names of models with random weights
+QUALITY_NODES = 64  # of the passes over forced pictures
+PROMPTS = (
+    "a fox, 3D render, on a sky blue background",
+    "a red apple, flat icon, on a white background",
+    "an owl, 3D render, on a dark green background",
+    "a sailing boat on the sea",
+)
 
 
 class ForcedPicture:
@@ -119,3 +134,172 @@ def measure_agreement(
         shares = {"tokens_equal": equal / tokens, "pictures_equal": identical / len(prompts)}
         result["shapes"][name] = {**shares, "tokens": tokens}
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to draw pictures with, and the settings of its family."""
+
+    name: str
+    target: DecoderTarget
+    layout: Layout
+    prompts: list[Prompt]  # one per picture
+    guidance: float
+    top_k: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.net.head.weight.device
+
+
+def load_subject(name: str, placement: Placement, pictures: int) -> Subject:
+    """A checkpoint, or random weights of a published shape (`random:anole-7b`)."""
+    if name.startswith(RANDOM):
+        shape = model_shape(name.removeprefix(RANDOM))
+        target = random_target(shape.arch, placement)
+        return Subject(name, target, shape.layout, shape.prompts(pictures), shape.guidance, shape.top_k)
+    from underdraw.pipeline import Pipeline
+
+    pipe = Pipeline.from_pretrained(
+        name, device=placement.device, dtype=placement.dtype, drafter="jacobi", weights=placement.weights
+    )
+    request = pipe.request([PROMPTS[index % len(PROMPTS)] for index in range(pictures)], seed=0)
+    layout = pipe.model.make_layout(request.size)
+    return Subject(name, pipe.model.target, layout, pipe.prompts(request), request.guidance, request.top_k)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A drafter and its tree, and how many pictures are drawn at once."""
+
+    kind: str  # chain or tree
+    nodes: int
+    batch: int
+
+    def parts(self) -> tuple[Drafter, TreePolicy]:
+        if self.kind == "chain":
+            depth = min(self.nodes - 1, MAX_GPU_DEPTH)
+            return Jacobi(window=depth), FixedPlan(TreePlan(depth, 1, 1, depth + 1))
+        return JacobiTree(), Trunk(nodes=self.nodes)
+
+
+def settings(nodes: Sequence[int], batches: Sequence[int]) -> Iterator[Setting]:
+    """Every chain and tree in every batch, and plain decoding in batches of more than one picture."""
+    for batch in batches:
+        if batch > 1:
+            yield Setting("plain", 1, batch)
+        for count in nodes:
+            if count - 1 <= MAX_GPU_DEPTH:
+                yield Setting("chain", count, batch)
+            yield Setting("tree", count, batch)
+
+
+def draw(
+    subject: Subject,
+    seeds: Sequence[int],
+    drafter: Drafter,
+    policy: TreePolicy,
+    *,
+    temperature: float,
+    graphs: GraphCache | None,
+    tokens: int | None = None,
+    verifier: Verifier | None = None,
+) -> Tensor:
+    """Tokens (B, steps) of the pictures with these seeds, drawn at once; of their first `tokens` cells if given."""
+    layout, histories = subject.layout, [History(subject.layout) for _ in seeds]
+    sampler = Sampler(layout, tuple(seeds), temperature=temperature, top_k=subject.top_k, device=subject.device)
+    prompts = [subject.prompts[seed % len(subject.prompts)] for seed in seeds]
+    stop = layout.stop if tokens is None else min(layout.start + tokens, layout.stop)
+    for _ in decode(
+        subject.target, drafter, policy, verifier or Exact(), prompts, sampler, guidance=subject.guidance,
+        histories=histories, graphs=graphs,
+    ):  # fmt: skip
+        if all((history.tokens[layout.start : stop] >= 0).all() for history in histories):
+            break
+    return torch.stack([torch.from_numpy(history.tokens[layout.start : stop].copy()) for history in histories])
+
+
+@torch.inference_mode()
+def measure_matrix(
+    subject: Subject,
+    cells: Sequence[Setting],
+    temperatures: Sequence[float],
+    pictures: int,
+    graphs: GraphCache | None,
+    *,
+    tokens: int | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """A row per setting and temperature: how many pictures and tokens equal those of plain decoding one at a time."""
+    rows = []
+    for temperature in temperatures:
+        options: dict[str, Any] = {"temperature": temperature, "graphs": graphs, "tokens": tokens}
+        count = max([pictures, *(cell.batch for cell in cells)])
+        plain = torch.cat([draw(subject, (seed,), Forced(), NoTree(), **options) for seed in range(count)])
+        for cell in cells:
+            drafter, policy = (Forced(), NoTree()) if cell.kind == "plain" else cell.parts()
+            equal_pictures = equal_tokens = drawn = 0
+            while drawn < pictures:
+                seeds = range(drawn, drawn + cell.batch)
+                expected = plain[[seed % count for seed in seeds]]
+                same = draw(subject, [seed % count for seed in seeds], drafter, policy, **options) == expected
+                equal_pictures += int(same.all(1).sum())
+                equal_tokens += int(same.long().cumprod(1).sum())  # up to the first different one
+                drawn += cell.batch
+            row = {
+                "temperature": temperature, "kind": cell.kind, "nodes": cell.nodes, "batch": cell.batch,
+                "pictures": drawn, "pictures_equal": equal_pictures, "tokens": drawn * plain.shape[1],
+                "tokens_equal": equal_tokens,
+            }  # fmt: skip
+            rows.append(row)
+            report(row)
+    return rows
+
+
+class LogitsRecorder(ForcedPicture):
+    """Draws a finished picture and keeps the target's logits before every token of it."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        super().__init__(layout, device)
+        self.logits: list[Tensor] = []  # (tokens, codes) of each pass
+
+    def verify(self, tree: DraftTree, logits: Tensor, noise_window: NoiseWindow) -> AcceptedPath:
+        accepted = super().verify(tree, logits, noise_window)
+        self.logits.append(logits[0, : int(accepted.length) + 1].float().cpu())
+        return accepted
+
+
+def _forced_logits(subject: Subject, picture: int, tokens: Tensor) -> Tensor:
+    """Guided logits (tokens, codes) of a model along a finished picture."""
+    recorder = LogitsRecorder(subject.layout, subject.device)
+    recorder.tokens[0, : subject.layout.steps].copy_(tokens)
+    plan = FixedPlan(TreePlan(QUALITY_NODES - 1, 1, 1, QUALITY_NODES))
+    draw(subject, (picture,), recorder, plan, temperature=1.0, graphs=None, verifier=recorder)
+    return torch.cat(recorder.logits)
+
+
+@torch.inference_mode()
+def measure_quality(full: Subject, quantized: Subject, pictures: int, *, temperature: float) -> dict[str, Any]:
+    """What quantisation changes along pictures of the full model: greedy choices, KL divergence, pictures drawn."""
+    equal = count = identical = 0
+    divergence = torch.zeros((), dtype=torch.float64)
+    steps = torch.arange(full.layout.steps)
+    for picture in range(pictures):
+        options: dict[str, Any] = {"temperature": temperature, "graphs": None}
+        drawn = draw(full, (picture,), Forced(), NoTree(), **options)[0]
+        identical += torch.equal(drawn, draw(quantized, (picture,), Forced(), NoTree(), **options)[0])
+        tokens = torch.zeros_like(steps)
+        tokens[full.layout.start : full.layout.stop] = drawn
+        tokens[: full.layout.start] = torch.tensor(full.layout.prologue, dtype=tokens.dtype)
+        p, q = (_forced_logits(subject, picture, tokens) for subject in (full, quantized))
+        equal += int((p.argmax(1) == q.argmax(1)).sum())
+        log_p, log_q = p.double().log_softmax(1), q.double().log_softmax(1)
+        divergence += (log_p.exp() * (log_p - log_q)).sum()
+        count += len(p)
+    return {
+        "pictures": pictures,
+        "tokens": count,
+        "greedy_equal": equal / count,
+        "kl_nats": float(divergence) / count,
+        "pictures_identical": identical,
+    }

@@ -297,7 +297,8 @@ def weight_bytes(target: DecoderTarget) -> int:
 def time_weight_layouts(target: DecoderTarget, rows: int) -> dict[str, float]:
     """Microseconds of one GEMM of the model with its weight stored output-major and input-major."""
     weight = target.net.blocks[0].gate_up.weight  # type: ignore[union-attr]
-    assert isinstance(weight, Tensor)
+    if not isinstance(weight, Tensor):  # quantised
+        return {}
     x = torch.randn(rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
     layouts = {"output_major": weight.contiguous(), "input_major": weight.t().contiguous().t()}
     times = {}
@@ -376,6 +377,7 @@ def _start_record(bench: EngineBench, bandwidth: float) -> dict[str, Any]:
         "dtype": str(config.placement.dtype).removeprefix("torch."),
         "compiled": config.compile,
         "numerics": resolve_numerics(config.numerics, bench.device),
+        "weights": config.placement.weights,
         "attention": bench.graphs.attention_backend,
         "tuned": config.tuned,
         "tokens": shape.layout.stop - shape.layout.start,

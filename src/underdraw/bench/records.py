@@ -131,6 +131,44 @@ def _agreement(record: Record) -> list[Section]:
     return [Section(heading, text, Table(columns, rows))]
 
 
+def _matrix(record: Record) -> list[Section]:
+    machine = record["machine"]
+    part = "whole images" if record["tokens"] is None else f"the first {record['tokens']} tokens of every image"
+    text = (
+        f"{machine['device']}, torch {machine['torch']}, commit {machine['commit']}; guidance {record['guidance']}, "
+        f"{record['weights']} weights, numerics {record['numerics']}, {part}, drafters jacobi (chains) and jacobi-tree."
+    )
+    rows = [
+        [
+            row["dtype"],
+            f"{row['temperature']:g}",
+            "plain" if row["kind"] == "plain" else f"{row['kind']} of {row['nodes']}",
+            str(row["batch"]),
+            f"{row['pictures_equal']} of {row['pictures']}",
+            percent(row["tokens_equal"] / row["tokens"], 2),
+        ]
+        for row in record["rows"]
+    ]
+    columns = ("dtype", "T", "tree", "batch", "identical images", "tokens before the first difference")
+    sections = [Section(f"Tokens of plain decoding: {record['model']}", text, Table(columns, rows))]
+    qualities = record.get("quality", {})
+    if qualities:
+        quality_columns = ("dtype", "images", "equal greedy choices", "KL, nats per token", "identical images")
+        rows = [
+            [
+                dtype,
+                str(q["pictures"]),
+                percent(q["greedy_equal"], 2),
+                f"{q['kl_nats']:.5f}",
+                str(q["pictures_identical"]),
+            ]
+            for dtype, q in qualities.items()
+        ]
+        text = f"{record['weights']} weights against full ones, along the images that full weights draw."
+        sections.append(Section(text=text, table=Table(quality_columns, rows)))
+    return sections
+
+
 SHAPE_NAMES = {"the same shapes": "the shapes of tree passes"}  # keys of agreement results
 
 # --------------------------------------------------------------------------------------------------- statistics
@@ -273,6 +311,7 @@ def _colours(record: Record) -> list[Section]:
 RENDERERS: dict[str, Callable[[Record], list[Section]]] = {
     "engine": _engine,
     "agreement": _agreement,
+    "matrix": _matrix,
     "statistics": _statistics,
     "subjects": _subjects,
     "targets": _targets,

@@ -26,6 +26,7 @@ COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsi
     "serve": "underdraw.cli.serve",
     "bench": "underdraw.cli.bench",
     "bench engine": "underdraw.cli.engine",
+    "bench agreement": "underdraw.cli.agreement",
     "plot": "underdraw.cli.plot",
     "evaluate": "underdraw.cli.evaluate",
     "evaluate statistics": "underdraw.cli.statistics",

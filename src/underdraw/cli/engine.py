@@ -91,6 +91,7 @@ def engine(
     dtype: options.Dtype = "auto",
     compile: options.Compile = "auto",
     numerics: options.Numerics = "row-invariant",
+    weights: options.Weights = "full",
     out: Out = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -104,12 +105,17 @@ def engine(
         check_file(out)
     traces = _load_traces(replay or [], replay_drafter or [])
     with stages(f"loading {model}", silent=json or quiet) as set_stage:
+        from dataclasses import replace
+
         from underdraw.bench.engine import EngineBenchConfig, measure
         from underdraw.engine.cuda_graphs import make_graph_cache
         from underdraw.io import atomic_write_json
         from underdraw.models.loading import resolve_placement
 
         placement = resolve_placement(device, dtype)
+        placement = replace(placement, weights="full" if weights == "auto" else weights)
+        if placement.weights != "full" and numerics == "fastest":
+            raise ConfigError(f"--weights {weights} runs with row-invariant numerics; leave out --numerics fastest.")
         graphs = make_graph_cache(placement.device, compile, numerics)
         mode: Any = "off" if graphs is None else "on" if graphs.layer_functions.is_compiled else "capture"
         if tune and mode != "on":

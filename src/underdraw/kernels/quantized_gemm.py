@@ -207,7 +207,7 @@ def quantized_gemm(
     rows, inputs = x.shape
     outputs = values.shape[0] // 2 if gated else values.shape[0]
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    tile = tile or _tile(rows, x.dtype)
+    tile = tile or _tile(rows, outputs, x.dtype)
     is_int4 = weight_format == "int4"
     pairs = scale.shape[1] // 2 if is_int4 else 0
     block = values.shape[1] // pairs if is_int4 else min(tile.inputs, max(triton.next_power_of_2(inputs), 32))
@@ -228,13 +228,13 @@ def quantized_gemm(
     return out
 
 
-def _tile(rows: int, dtype: torch.dtype) -> QuantizedTile:
+def _tile(rows: int, outputs: int, dtype: torch.dtype) -> QuantizedTile:
     """Tile sizes by rows. The weight is always first: with rows first, Triton orders the inputs of 8-bit weights
     differently for few and for many rows."""
     if dtype == torch.float32:
         return QuantizedTile(16, 32, 32, 4, 2) if rows <= 16 else QuantizedTile(64, 64, 32, 8, 2)
     if rows <= 16:
-        return QuantizedTile(16, 64, 256, 4, 5, weight_first=True)
+        return QuantizedTile(16, 64, *((128, 4, 6) if outputs >= 8192 else (256, 4, 4)), weight_first=True)
     if rows <= 32:
         return QuantizedTile(32, 64, 256, 4, 4, weight_first=True)
     return QuantizedTile(128, 64, 128, 4, 3, weight_first=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import textwrap
 import warnings
@@ -80,13 +81,17 @@ def pixels_to_images(pixels: Tensor) -> list[Image.Image]:
     return [Image.fromarray(array) for array in arrays]
 
 
-def read_image(path: Path) -> Image.Image:
-    """An image file as RGB, with its metadata; everything that is wrong with it is one sentence."""
+def read_image(path: Path, content: bytes | None = None) -> Image.Image:
+    """An image file as RGB, with its metadata; everything that is wrong with it is one sentence.
+
+    `content` has the bytes of an image that is part of another file.
+    """
     try:
-        check_regular(path, "an image")
+        if content is None:
+            check_regular(path, "an image")
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # more pixels than any model draws
-            with Image.open(path) as image:
+            with Image.open(path if content is None else io.BytesIO(content)) as image:
                 converted = image.convert("RGB")
                 converted.info = dict(image.info)
                 return converted
@@ -94,10 +99,17 @@ def read_image(path: Path) -> Image.Image:
         raise ConfigError(f"{path} cannot be read as an image ({error}); generate or copy it again.") from None
 
 
+def encode_png(image: Image.Image, metadata: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of a PNG file with `metadata` as text chunks; the same image has the same bytes."""
+    file = io.BytesIO()
+    image.save(file, format="PNG", pnginfo=png_metadata(metadata or {}))
+    return file.getvalue()
+
+
 def save_png(image: Image.Image, path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write a PNG atomically, with `metadata` as text chunks."""
     with atomic_write(path) as file:
-        image.save(file, format="PNG", pnginfo=png_metadata(metadata or {}))
+        file.write(encode_png(image, metadata))
 
 
 def png_metadata(metadata: Mapping[str, str]) -> PngInfo:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -97,13 +98,7 @@ class PipelineOutput(Generic[ImagesT]):
         """The text chunks of an image's PNG: everything that is needed to draw it again."""
         negative = self.settings["negative_prompt"]
         settings = {**self.settings, "negative_prompt": negative[index] if isinstance(negative, list) else negative}
-        return {
-            "prompt": self.prompts[index],
-            "seed": str(self.seeds[index]),
-            "model": self.model,
-            "settings": json.dumps(settings),
-            "Software": f"underdraw {__version__}",
-        }
+        return image_metadata(self.prompts[index], self.seeds[index], self.model, settings)
 
     def save(self, path: str | Path) -> list[Path]:
         """Write the images as PNG files with their metadata, and return the files.
@@ -135,6 +130,28 @@ class PipelineOutput(Generic[ImagesT]):
         return self.images
 
 
+def image_metadata(prompt: str, seed: int, model: str, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The text chunks of an image's PNG."""
+    return {
+        "prompt": prompt,
+        "seed": str(seed),
+        "model": model,
+        "settings": json.dumps(settings),
+        "Software": f"underdraw {__version__}",
+    }
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one CPU thread, then on as many as before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def check_pixels(tokenizer: ImageTokenizer, output_type: OutputType) -> None:
     """Raise an error, before an image is drawn, if its codes could not be decoded to pixels."""
     if output_type != "codes" and isinstance(tokenizer, PromptedImageTokenizer):
@@ -154,9 +171,11 @@ def decode_images(
     codes = torch.from_numpy(np.stack([_filled_codes(history) for history in histories]))
     if output_type == "codes":
         return codes
-    # One by one: convolutions round by batch size, and an image must not depend on its batch.
+    # One by one, on one CPU thread: convolutions round by batch size and by the number of threads, and an image must
+    # depend on neither.
     images = [image.to(device) for image in codes.split(1)]
-    decoded = torch.cat([_decode(tokenizer, *pair).float().cpu() for pair in zip(images, histories, strict=True)])
+    with one_thread():
+        decoded = torch.cat([_decode(tokenizer, *pair).float().cpu() for pair in zip(images, histories, strict=True)])
     if not bool(decoded.isfinite().all()):
         raise CheckpointError(
             "the image tokenizer decoded pixels that are not finite; its weights are damaged, or too large for this "

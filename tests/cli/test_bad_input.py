@@ -75,7 +75,7 @@ def other_drafter(here: Path) -> None:
 def run_with(settings: dict[str, object], lines: str = "") -> Prepare:
     def write(here: Path) -> None:
         file("f/run.json", json.dumps({"settings": settings}))(here)
-        file("f/manifest.jsonl", lines)(here)
+        file("f/metadata.jsonl", lines)(here)
 
     return write
 
@@ -84,7 +84,7 @@ def damaged_manifest(here: Path) -> None:
     """A finished run with a broken line in the middle of its manifest."""
     model = (here.parent / "small").resolve()
     call("generate", "fox", "-m", model, "-n", 2, "-o", here / "f", "--seed", 1, "--tree", "none")
-    path = here / "f" / "manifest.jsonl"
+    path = here / "f" / "metadata.jsonl"
     path.write_text("{broken\n" + path.read_text())
 
 
@@ -201,7 +201,7 @@ CASES = [
     Case("empty file", FILE + "p.txt", "holds no prompts", file("p.txt", "\n \n")),
     Case("file in Latin-1", FILE + "p.txt", "line 2 of", file("p.txt", b"fox\nl\xf8ve\n")),
     Case("binary file", FILE + "p.txt", "line 1 of", file("p.txt", "a\0b")),
-    Case("unknown kind of file", FILE + "p.csv", "unknown prompt file type '.csv'", file("p.csv", "fox")),
+    Case("unknown kind of file", FILE + "p.xml", "unknown prompt file type '.xml'", file("p.xml", "fox")),
     Case("no first prompts", FILE + "p.txt --limit 0", "use at least 1", file("p.txt", "fox")),
     Case("overlong line", FILE + "p.txt", "prompt 2: ", file("p.txt", "fox\n" + "fox " * 99)),
     Case("only overlong lines", FILE + "p.txt --overlong skip", "can read none",

@@ -112,10 +112,12 @@ def test_sheets(small_model: Path, folder: Path) -> None:
 def test_several_images_of_one_prompt(small_model: Path, folder: Path) -> None:
     record = call("generate", "fox", "-m", small_model, "--n", 3, "-o", "foxes", "--seed", 5, "--json", *QUICK).record
     assert record["pictures"] == record["drawn"] == 3 and record["tokens"] == 3 * small_checkpoint.TOKENS
-    rows = [json.loads(line) for line in Path("foxes/manifest.jsonl").read_text().splitlines()]
-    assert [row["seed"] for row in rows] == [5, 6, 7] and len({pixels(folder / "foxes" / r["file"]) for r in rows}) == 3
+    rows = [json.loads(line) for line in Path("foxes/metadata.jsonl").read_text().splitlines()]
+    assert [row["seed"] for row in rows] == [5, 6, 7] and len(
+        {pixels(folder / "foxes" / r["file_name"]) for r in rows}
+    ) == 3
     out = Pipeline.from_pretrained(small_model)("fox", num_images_per_prompt=3, seed=5)
-    assert [image.tobytes() for image in out.images] == [pixels(folder / "foxes" / row["file"]) for row in rows]
+    assert [image.tobytes() for image in out.images] == [pixels(folder / "foxes" / row["file_name"]) for row in rows]
 
 
 def test_batch_size_does_not_change_images(small_model: Path, folder: Path) -> None:
@@ -126,7 +128,7 @@ def test_batch_size_does_not_change_images(small_model: Path, folder: Path) -> N
     assert single["identical"] is True and batched["identical"] is True and single["passes"] == batched["passes"]
     names = [f"{index:05d}.png" for index in range(6)]
     assert [pixels(folder / "one" / name) for name in names] == [pixels(folder / "four" / name) for name in names]
-    assert json.loads(Path("one/manifest.jsonl").read_text().splitlines()[4])["prompt"] == "a tree"
+    assert json.loads(Path("one/metadata.jsonl").read_text().splitlines()[4])["prompt"] == "a tree"
 
 
 def test_published_sets(small_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +143,7 @@ def test_published_sets(small_model: Path, folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("UNDERDRAW_DATA", str(folder))
     call("generate", "--prompts", "coco", "-m", small_model, "-o", "c", "--limit", 2, "--tree", "none")
     prompts = [
-        [json.loads(line)["prompt"] for line in Path(name, "manifest.jsonl").read_text().splitlines()] for name in "pc"
+        [json.loads(line)["prompt"] for line in Path(name, "metadata.jsonl").read_text().splitlines()] for name in "pc"
     ]
     assert prompts == [["bond", 'the word "fox"'], ["of 2", "first of 7"]]
 
@@ -151,8 +153,10 @@ def test_overlong_prompts_can_be_skipped(small_model: Path, folder: Path) -> Non
     common = ("--prompts", "p.txt", "-m", small_model, "--seed", 3, "--tree", "none", "--json")
     record = call("generate", *common, "-o", "p", "--overlong", "skip").record
     assert (record["pictures"], record["skipped"]) == (2, 1)
-    rows = [json.loads(line) for line in Path("p/manifest.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("p/metadata.jsonl").read_text().splitlines()]
     assert [(row["index"], row["seed"]) for row in rows] == [(0, 3), (2, 5)]  # skipping moves no seed
+    (skipped,) = [json.loads(line) for line in Path("p/failed.jsonl").read_text().splitlines()]
+    assert skipped["index"] == 1 and skipped["permanent"] and "shorten it" in skipped["reason"]
 
 
 @pytest.mark.parametrize("prompt", ["狐", "лиса", "ثعلب", "🦊", "लोमड़ी", "zorro\t¿rojo?", "-- --fox"])

@@ -14,6 +14,7 @@ from commands import Result, call, start
 from PIL import Image
 
 from underdraw.run_folder import RunFolder
+from underdraw.shards import StoredImage
 
 COUNT, PASSES = 14, 35  # images, and passes of each
 # `underdraw` with slow passes after the third image, so that a signal arrives inside an image on any machine.
@@ -40,16 +41,16 @@ def command(small_model: Path, tmp_path: Path) -> list[object]:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     """The lines of the manifest, none of them cut off."""
-    text = (folder / "manifest.jsonl").read_text(encoding="utf-8")
+    text = (folder / "metadata.jsonl").read_text(encoding="utf-8")
     assert text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
 
 
 def finish(command: list[object], folder: Path, before: int) -> Result:
     """Run the command again; the folder must then be that of one uninterrupted run."""
-    path = folder / "manifest.jsonl"
+    path = folder / "metadata.jsonl"
     complete = path.read_text().split("\n")[:-1] if path.exists() else []
-    recorded = [folder / json.loads(line)["file"] for line in complete]
+    recorded = [folder / json.loads(line)["file_name"] for line in complete]
     times = {picture: picture.stat().st_mtime_ns for picture in recorded if picture.exists()}
     assert len(times) == before
     done = call(*command)
@@ -58,8 +59,8 @@ def finish(command: list[object], folder: Path, before: int) -> Result:
     manifest = rows(folder)
     assert sorted(row["index"] for row in manifest) == list(range(COUNT))  # nothing lost, nothing twice
     assert all(row["prompt"] == f"a red fox {row['index']}" and row["seed"] == 3 + row["index"] for row in manifest)
-    names = {row["file"] for row in manifest}
-    assert {path.name for path in folder.iterdir()} == {*names, "run.json", "manifest.jsonl"}
+    names = {row["file_name"] for row in manifest}
+    assert {path.name for path in folder.iterdir()} == {*names, "run.json", "metadata.jsonl", "timings.jsonl"}
     for picture, when in times.items():  # finished images stayed untouched
         assert picture.stat().st_mtime_ns == when
     for name in names:
@@ -72,7 +73,7 @@ def test_stopped_run_resumes(command: list[object], tmp_path: Path, stop: signal
     folder = tmp_path / "out"
     process = start(*command, cwd=tmp_path, program=("-c", SLOWED))
     deadline = time.monotonic() + 180
-    manifest = folder / "manifest.jsonl"
+    manifest = folder / "metadata.jsonl"
     while not manifest.exists() or manifest.read_text().count("\n") < 3:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
@@ -93,7 +94,7 @@ def test_stopped_run_resumes(command: list[object], tmp_path: Path, stop: signal
 
 
 def line_cut_off(folder: Path) -> int:
-    path = folder / "manifest.jsonl"
+    path = folder / "metadata.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     return 4
 
@@ -114,7 +115,7 @@ def line_without_image(folder: Path) -> int:
 
 
 def no_manifest(folder: Path) -> int:
-    (folder / "manifest.jsonl").unlink()
+    (folder / "metadata.jsonl").unlink()
     return 0
 
 
@@ -126,15 +127,15 @@ def test_every_state_after_a_crash_resumes(
     command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: Callable[[Path], int]
 ) -> None:
     folder = tmp_path / "out"
-    append = RunFolder.append
+    add = RunFolder.add
 
-    def append_five(self: RunFolder, row: dict[str, Any]) -> None:
-        append(self, row)
-        if len(self.rows) == 5:
+    def add_five(self: RunFolder, image: StoredImage, timing: dict[str, Any]) -> None:
+        add(self, image, timing)
+        if self.count() == 5:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "append", append_five)
+        patch.setattr(RunFolder, "add", add_five)
         stopped = call(*command)
     assert stopped.code == 130 and f"5 of {COUNT} images" in stopped.err
     finish(command, folder, state(folder))
@@ -162,7 +163,7 @@ def test_force_restarts_and_keeps_other_files(small_model: Path, tmp_path: Path)
     assert call(*command, "-n", 2).code == 2
     assert call(*command, "-n", 2, "--force").code == 0
     left = {path.name for path in folder.iterdir()}
-    assert left == {"00000.png", "00001.png", "letter.txt", "manifest.jsonl", "run.json"}
+    assert left == {"00000.png", "00001.png", "letter.txt", "metadata.jsonl", "run.json", "timings.jsonl"}
     assert len(rows(folder)) == 2
 
 

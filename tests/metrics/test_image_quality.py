@@ -252,7 +252,7 @@ def test_missing_packages_are_named(folders: Path, tmp_path: Path, monkeypatch: 
         ("{plain}", "nothing to compare with"),
         ("{plain} --metrics exact", "with --against"),
         ("{plain} --metrics fjd", "Did you mean 'fid'?"),
-        ("{here} --against {plain}", "has no manifest.jsonl"),
+        ("{here} --against {plain}", "has no metadata.jsonl"),
     ],
 )
 def test_bad_option_prints_one_line(words: str, message: str, folders: Path, tmp_path: Path) -> None:

@@ -102,16 +102,16 @@ def test_exact_methods_pass_and_lantern_does_not(folders: Path) -> None:
 
 def test_images_are_paired_by_index(folders: Path, tmp_path: Path) -> None:
     """Also if files are renamed, lines are shuffled and some are missing."""
-    lines = [json.loads(line) for line in (folders / "plain" / "manifest.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folders / "plain" / "metadata.jsonl").read_text().splitlines()]
     kept = lines[::-1][:30]
     for place, line in enumerate(kept):
-        (tmp_path / f"{place}.png").write_bytes((folders / "plain" / line["file"]).read_bytes())
-        line["file"] = f"{place}.png"
-    (tmp_path / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        (tmp_path / f"{place}.png").write_bytes((folders / "plain" / line["file_name"]).read_bytes())
+        line["file_name"] = f"{place}.png"
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     record = evaluate(tmp_path, "--against", folders / "exact")
     assert record["exact"]["rate"] == 1 and (record["joined"], record["only_here"], record["only_there"]) == (30, 0, 10)
     kept[3]["index"], kept[4]["index"] = kept[4]["index"], kept[3]["index"]
-    (tmp_path / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     result = call("evaluate", tmp_path, "--against", folders / "exact")
     assert result.code == 2 and "compare folders of the same prompts" in result.err
 
@@ -125,20 +125,20 @@ def damage(row: dict[str, Any], **values: Any) -> str:
     [
         (lambda row: "{\n", "line 1 of"),
         (lambda row: damage(row, index="1"), "line 1 of"),
-        (lambda row: damage(row, file="../x.png"), "line 1 of"),
-        (lambda row: damage(row, file="no.png"), "no.png, which is missing"),
+        (lambda row: damage(row, file_name="../x.png"), "line 1 of"),
+        (lambda row: damage(row, file_name="no.png"), "no.png, which is missing"),
         (lambda row: damage(row) * 2, "too few"),
         (lambda row: "", "holds no images"),
         (lambda row: damage(row, index=999), "no image indices in common"),
-        (lambda row: damage(row, codes=None), "holds no codes"),
+        (lambda row: damage(row, codes=None), "hold no codes"),
         (lambda row: damage(row, codes={"rows": 1}), "are damaged"),
         (lambda row: damage(row), "too few"),
     ],
 )
 def test_damaged_manifests_are_refused(text: Any, message: str, folders: Path, tmp_path: Path) -> None:
-    row = json.loads((folders / "plain" / "manifest.jsonl").read_text().splitlines()[0])
-    (tmp_path / row["file"]).write_bytes((folders / "plain" / row["file"]).read_bytes())
-    (tmp_path / "manifest.jsonl").write_text(text(row))
+    row = json.loads((folders / "plain" / "metadata.jsonl").read_text().splitlines()[0])
+    (tmp_path / row["file_name"]).write_bytes((folders / "plain" / row["file_name"]).read_bytes())
+    (tmp_path / "metadata.jsonl").write_text(text(row))
     result = call("evaluate", tmp_path, "--against", folders / "exact", "--metrics", "test")
     assert result.code == 2 and message in result.err and result.err.count("\n") == 1
 
@@ -150,9 +150,9 @@ def test_output_for_people(folders: Path) -> None:
 
 def test_single_image_is_compared_exactly(folders: Path, tmp_path: Path) -> None:
     """A folder with one image is too small for the two-sample test, which is then skipped."""
-    row = json.loads((folders / "plain" / "manifest.jsonl").read_text().splitlines()[0])
-    (tmp_path / row["file"]).write_bytes((folders / "plain" / row["file"]).read_bytes())
-    (tmp_path / "manifest.jsonl").write_text(json.dumps(row) + "\n")
+    row = json.loads((folders / "plain" / "metadata.jsonl").read_text().splitlines()[0])
+    (tmp_path / row["file_name"]).write_bytes((folders / "plain" / row["file_name"]).read_bytes())
+    (tmp_path / "metadata.jsonl").write_text(json.dumps(row) + "\n")
     record = evaluate(tmp_path, "--against", folders / "exact")
     assert record["exact"] == {"pictures": 1, "identical": 1, "rate": 1.0, "equal_codes": 1.0}
     assert "test" not in record and "at least 4" in record["test_skipped"]

@@ -86,7 +86,7 @@ def test_split_separates_texts(samples: Path) -> None:
         ([], "either --prompts FILE"),
         (["--prompts", "p.txt", "--images", "folder"], "either --prompts FILE"),
         (["--prompts", "missing.txt"], "missing.txt does not exist"),
-        (["--images", "folder"], "has no manifest.jsonl"),
+        (["--images", "folder"], "has no metadata.jsonl"),
         (["--prompts", "p.txt", "--count", "0"], "--count"),
         (["--prompts", "p.txt", "--batch", "none"], "--batch"),
         (["--prompts", "p.txt", "--model", "missing"], "missing"),

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from underdraw.cli import options
+from underdraw.cli import options, scale_options
 from underdraw.cli.outputs import check_file, check_folder, check_new_file, check_new_png
+from underdraw.cli.scale_options import ScaleOptions
 from underdraw.errors import ConfigError
+from underdraw.extras import require_package
+
+if TYPE_CHECKING:
+    from underdraw.prompts import PromptRow
+    from underdraw.shards import Format
 
 EXAMPLES = """
 Examples:
@@ -28,6 +35,8 @@ underdraw generate "a fox, 3D render, on a sky blue background" -o fox.png --com
 underdraw generate "a house" --n 4 -o houses/
 
 underdraw generate --prompts prompts.txt -o pictures/ --batch 4 --json
+
+underdraw generate --prompts prompts.jsonl -o shards/ --format webdataset --workers 8 --batch 8
 
 underdraw generate "a tree" --tree adjacency:init=both,nodes=24 --temperature 0 -o tree.png
 """
@@ -58,8 +67,9 @@ Prompts = Annotated[
     typer.Option(
         metavar="FILE|parti|coco",
         rich_help_panel=options.PROMPTS,
-        help="Many prompts: a text file with one a line, a TSV of PartiPrompts, a captions JSON of COCO, or the "
-        "published sets by name. The images go into the folder --out; run the command again to resume it.",
+        help="Many prompts: a text file with one a line, JSON lines, CSV or Parquet with the column prompt (and id, "
+        "seed), a TSV of PartiPrompts, a captions JSON of COCO, or the published sets by name. The images go into the "
+        "folder --out; run the command again to resume it.",
     ),
 ]
 Out = Annotated[
@@ -75,9 +85,6 @@ Out = Annotated[
 Force = Annotated[
     bool,
     typer.Option("--force", "-f", rich_help_panel=options.OUTPUT, help="Replace existing files; start a folder again."),
-]
-Batch = Annotated[
-    int, typer.Option(metavar="COUNT", rich_help_panel=options.OUTPUT, help="Images of a folder drawn together.")
 ]
 Heatmap = Annotated[
     Path | None,
@@ -125,7 +132,7 @@ CompareImage = Annotated[
 class GenerateOptions:
     """The options of `generate` besides the model and the sampling: prompts, and what is written where."""
 
-    prompts: list[str]
+    prompts: Iterable[PromptRow]
     from_file: bool  # whether --prompts named a file
     images_per_prompt: int
     seed: int | None
@@ -133,6 +140,9 @@ class GenerateOptions:
     out: Path | None
     force: bool
     batch: int
+    format: Format
+    shard_size: int
+    scale: ScaleOptions
     compare: bool
     compare_image: Path | None
     heatmap: Path | None
@@ -147,6 +157,16 @@ class GenerateOptions:
         return self.from_file or self.images_per_prompt > 1
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether images go into tar or Parquet files."""
+        return self.format != "folder"
+
+    @property
+    def prompt(self) -> str:
+        """The prompt of a single image."""
+        return next(iter(self.prompts)).prompt
+
+    @property
     def silent(self) -> bool:
         """Whether to show no progress."""
         return self.json or self.quiet
@@ -155,10 +175,13 @@ class GenerateOptions:
         """Raise for counts out of range and for paths that cannot be written."""
         if self.images_per_prompt < 1:
             raise ConfigError(f"--n {self.images_per_prompt} draws nothing; use at least 1.")
-        if len(self.prompts) * self.images_per_prompt > MAX_IMAGES:
+        if self.images_per_prompt > MAX_IMAGES:
             raise ConfigError(f"--n {self.images_per_prompt} asks for more than {MAX_IMAGES} images; use less.")
         if not 1 <= self.batch <= MAX_BATCH:
             raise ConfigError(f"--batch {self.batch} is out of range; use 1 to {MAX_BATCH}.")
+        if self.shard_size < 1:
+            raise ConfigError(f"--shard-size {self.shard_size} stores nothing; use at least 1.")
+        self.scale.check()
         if self.into_folder:
             self._check_folder()
         else:
@@ -173,6 +196,10 @@ class GenerateOptions:
             raise ConfigError("several images need a folder; name it with --out FOLDER.")
         if self.out.suffix.lower() == ".png" or (self.out.exists() and not self.out.is_dir()):
             raise ConfigError(f"several images need a folder and {self.out} is a file; name a folder with --out.")
+        if self.is_sharded and self.sheet is not None:
+            raise ConfigError("--sheet shows PNG files; leave it out, or use --format folder.")
+        if self.format == "parquet":
+            require_package("pyarrow", "formats", "--format parquet")
         if self.sheet is not None:
             if self.sheet.suffix.lower() not in SHEET_SUFFIXES:
                 raise ConfigError(f"{self.sheet} must end in one of {', '.join(SHEET_SUFFIXES)}.")
@@ -182,6 +209,13 @@ class GenerateOptions:
     def _check_files(self) -> None:
         if self.sheet is not None:
             raise ConfigError("--sheet shows a folder of images; draw several, with --prompts FILE or --n.")
+        for name, is_set in (
+            ("--workers", self.scale.workers),
+            ("--ray", self.scale.ray),
+            ("--format", self.is_sharded),
+        ):
+            if is_set:
+                raise ConfigError(f"{name} is for many images; draw several, with --prompts FILE or --n.")
         images = [path for path in (self.out, self.heatmap, self.compare_image) if path is not None]
         if len({path.resolve() for path in images}) < len(images):
             raise ConfigError(f"{images[-1]} is named twice; give every output its own name.")
@@ -194,7 +228,7 @@ class GenerateOptions:
         """Where a single image goes: --out, or a name made of prompt and seed."""
         if self.out is not None:
             return self.out
-        words = "-".join(re.findall(r"\w+", self.prompts[0].lower()))[:60].strip("-")
+        words = "-".join(re.findall(r"\w+", self.prompt.lower()))[:60].strip("-")
         path = Path(f"{words or 'image'}-{seed}.png")
         check_new_png(path, force=self.force)
         return path
@@ -227,7 +261,13 @@ def generate(
     weights: options.Weights = "auto",
     out: Out = None,
     force: Force = False,
-    batch: Batch = 1,
+    batch: scale_options.Batch = 1,
+    workers: scale_options.Workers = None,
+    format: scale_options.ImageFormat = "folder",
+    shard_size: scale_options.ShardSize = 1000,
+    ray: scale_options.Ray = None,
+    actors: scale_options.Actors = "1",
+    gpus_per_actor: scale_options.ActorGpus = None,
     compare: Compare = False,
     compare_image: CompareImage = None,
     heatmap: Heatmap = None,
@@ -239,16 +279,18 @@ def generate(
     """Draw an image from words, or many into a folder. The same seed gives the same image, however it is drafted."""
     selected = GenerateOptions(
         prompts=read_prompts(prompt, prompts, data, limit), from_file=prompts is not None, images_per_prompt=n,
-        seed=seed, overlong=overlong, out=out, force=force, batch=batch,
+        seed=seed, overlong=overlong, out=out, force=force, batch=batch, format=format, shard_size=shard_size,
+        scale=ScaleOptions(workers, ray, actors, gpus_per_actor),
         compare=compare or compare_image is not None, compare_image=compare_image,
         heatmap=heatmap, trace=trace, sheet=sheet, json=json, quiet=quiet,
     )  # fmt: skip
     selected.check()
     if quiet:
         logging.getLogger("underdraw").setLevel(logging.ERROR)  # until `main` returns
-    pipe, load_seconds = options.load_pipeline(
-        model, drafter, tree, verifier, device, dtype, compile, numerics, weights, silent=selected.silent
-    )
+    loading: dict[str, Any] = {
+        "model": model, "drafter": drafter, "tree": tree, "verifier": verifier, "device": device, "dtype": dtype,
+        "compile": compile, "numerics": numerics, "weights": weights,
+    }  # fmt: skip
     request_options: dict[str, Any] = {
         "negative_prompt": negative, "height": height, "width": width, "guidance_scale": guidance,
         "temperature": temperature, "top_k": top_k, "top_p": top_p,
@@ -256,23 +298,24 @@ def generate(
     if selected.into_folder:
         from underdraw.cli.generate_folder import generate_folder
 
-        generate_folder(pipe, selected, request_options)
+        generate_folder(selected, loading, request_options)
     else:
         from underdraw.cli.generate_image import generate_image
 
+        pipe, load_seconds = options.load_pipeline(**loading, silent=selected.silent)
         generate_image(pipe, selected, request_options, load_seconds)
 
 
-def read_prompts(prompt: str | None, source: str | None, data: Path | None, limit: int | None) -> list[str]:
-    """The prompts of the command line: the argument, or those of a file."""
+def read_prompts(prompt: str | None, source: str | None, data: Path | None, limit: int | None) -> Iterable[PromptRow]:
+    """The prompts of the command line: the argument, or those of a file, which is read as it is needed."""
     if (prompt is None) == (source is None):
         raise ConfigError("give either a prompt or --prompts FILE; see underdraw generate --help.")
     if limit is not None and source is None:
         raise ConfigError("--limit counts prompts of a file; use it with --prompts.")
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit {limit} leaves no prompts; use at least 1.")
-    if source is None:
-        return [prompt or ""]
-    from underdraw.prompts import load_prompts
+    from underdraw.prompts import PromptFile, PromptRow
 
-    return load_prompts(source, data)[:limit]
+    if source is None:
+        return [PromptRow("0", prompt or "")]
+    return PromptFile(source, data, limit)

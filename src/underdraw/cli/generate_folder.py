@@ -1,172 +1,197 @@
-"""`underdraw generate` for many images: fills a run folder, a batch at a time, and resumes it at any moment."""
+"""`underdraw generate` for many images: fills a run folder with one process or many, and resumes it at any moment."""
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from underdraw.cli.progress import StepCallback, drafted_tokens, print_result, progress_bar
-from underdraw.cli.records import comparison_records, rounded, stats_record, summary_line
+from underdraw.cli.options import load_pipeline
+from underdraw.cli.progress import RunProgress, print_result
+from underdraw.cli.records import rounded, summary_line
+from underdraw.distributed.planned_images import WorkerOptions, Workers
+from underdraw.distributed.ranks import current_rank, local_rank
+from underdraw.distributed.run import RunResult, RunSpec, draw_run
 from underdraw.errors import ConfigError
-from underdraw.run_folder import RunFolder
+from underdraw.run_folder import Rank, RunFolder
 
 if TYPE_CHECKING:
     from underdraw.cli.generate import GenerateOptions
-    from underdraw.pipeline import Pipeline
-    from underdraw.request import GenerationRequest
+    from underdraw.prompts import PromptRow
 
 SHEET_WIDTH = 144  # pixels of an image on a contact sheet
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One image of a folder. Its index counts skipped prompts too, so that skipping does not change seeds."""
-
-    index: int
-    prompt: str
-    seed: int
-
-    @property
-    def file(self) -> str:
-        return f"{self.index:05d}.png"
-
-
-def generate_folder(pipe: Pipeline, options: GenerateOptions, request_options: dict[str, Any]) -> None:
+def generate_folder(options: GenerateOptions, loading: dict[str, Any], request_options: dict[str, Any]) -> None:
     """Generate the images that the folder does not hold yet."""
     assert options.out is not None
-    run = RunFolder(options.out)
-    saved = {} if options.force else run.saved_settings() or {}
-    seed = options.seed if options.seed is not None else saved.get("seed", secrets.randbelow(2**31))
-    items, skipped = _list_items(pipe, options, seed)
-    request = pipe.request([item.prompt for item in items], seed=[item.seed for item in items], **request_options)
-    run.open(_run_settings(pipe, options, request, seed), restart=options.force)
-    missing = [position for position, item in enumerate(items) if item.index not in run.rows]
-    plain = pipe.plain() if options.compare else None
-    total = drafted_tokens(pipe.model.make_layout(request.size)) * len(missing) * (1 + options.compare)
+    rank = current_rank()
+    _check_rank(rank, options)
+    run = RunFolder(options.out, rank)
     try:
-        with progress_bar(total, silent=options.silent) as advance:
-            for start in range(0, len(missing), options.batch):
-                batch = missing[start : start + options.batch]
-                _generate_batch(run, pipe, plain, request.select(batch), [items[i] for i in batch], advance)
-    except KeyboardInterrupt:
-        print(f"{run.count()} of {len(items)} images are finished; the same command continues.", file=sys.stderr)
-        raise
-    rows = [run.rows[item.index] for item in items]
-    if options.sheet is not None:
-        _write_sheet(run, rows, options.sheet)
-    record = {
-        "out": str(options.out),
-        "seed": seed,
-        **_totals(rows),
-        "drawn": len(missing),
-        "skipped": skipped,
-        "unknown_words": pipe.model.unknown_words(request.prompts),
+        run.lock()
+        saved = (None if options.force else run.saved()) or {"settings": {}}
+        seed = _run_seed(options, saved["settings"], rank)
+        spec = RunSpec(
+            prompts=_seeded(options, seed),
+            repeats=options.images_per_prompt,
+            seed=seed,
+            format=options.format,
+            shard_size=options.shard_size,
+            overlong=options.overlong,
+            compare=options.compare,
+        )
+        for _ in spec.prompts:  # raises for a file without prompts, before the model is loaded
+            break
+        workers = _make_workers(options, loading, request_options)
+        try:
+            result = _draw(run, workers, spec, options, loading)
+        finally:
+            workers.close()
+        _report(run, options, spec, result)
+    finally:
+        run.close()
+
+
+def _check_rank(rank: Rank, options: GenerateOptions) -> None:
+    if rank.world == 1:
+        return
+    for name, is_set in (
+        ("--workers", options.scale.workers),
+        ("--ray", options.scale.ray),
+        ("--force", options.force),
+    ):
+        if is_set:
+            raise ConfigError(f"{name} cannot be combined with the {rank.world} ranks of this launcher; leave it out.")
+
+
+def _run_seed(options: GenerateOptions, saved: dict[str, Any], rank: Rank) -> int:
+    """The seed of the run: the option, that of the run in the folder, or a random one."""
+    if options.seed is not None:
+        if not 0 <= options.seed < 2**62:
+            raise ConfigError(f"seed {options.seed} is not allowed; use whole numbers from 0 to 2**62 - 1.")
+        return options.seed
+    if rank.world > 1 and "seed" not in saved:
+        raise ConfigError(f"{rank.world} ranks need the same seed; add --seed NUMBER.")
+    return int(saved.get("seed", secrets.randbelow(2**31)))
+
+
+def _seeded(options: GenerateOptions, seed: int) -> Iterable[PromptRow]:
+    """The prompts; the images of a single prompt have the seeds of a call of the pipeline: seed, seed + 1, ..."""
+    return options.prompts if options.from_file else [replace(row, seed=seed) for row in options.prompts]
+
+
+def _make_workers(options: GenerateOptions, loading: dict[str, Any], request_options: dict[str, Any]) -> Workers:
+    """Start whoever draws."""
+    scale = options.scale
+    worker_options = WorkerOptions(
+        pipeline=loading, request=request_options, slots=options.batch, compare=options.compare, quiet=options.quiet
+    )
+    if scale.ray is not None:
+        from underdraw.distributed.ray_data import RayActors
+
+        return RayActors(worker_options, scale.ray, scale.pool, scale.gpus_per_actor)
+    if scale.workers is not None:
+        from underdraw.distributed.local import Processes
+
+        return Processes(worker_options, scale.workers)
+    from underdraw.distributed.local import ThisProcess
+
+    device = loading["device"]
+    if current_rank().world > 1:
+        from underdraw.distributed.worker import worker_device
+
+        device = worker_device(device, local_rank())
+    pipe, _ = load_pipeline(**{**loading, "device": device}, silent=options.silent)
+    from underdraw.distributed.worker import ImageWorker
+
+    return ThisProcess(ImageWorker(pipe, worker_options))
+
+
+def _draw(
+    run: RunFolder, workers: Workers, spec: RunSpec, options: GenerateOptions, loading: dict[str, Any]
+) -> RunResult:
+    model = Path(loading["model"])
+    portable = {**loading, "model": str(model.resolve()) if model.exists() else loading["model"]}
+    del portable["device"], portable["compile"]  # images do not depend on them
+    with RunProgress(silent=options.silent, passes_per_token=1 + options.compare) as progress:
+        try:
+            return draw_run(
+                run,
+                workers,
+                spec,
+                restart=options.force,
+                loading=portable,
+                on_start=progress.start,
+                on_event=progress.update,
+            )
+        except KeyboardInterrupt:
+            if run.is_started:
+                print(
+                    f"{run.count()} of {run.images_planned} images are finished; the same command continues.",
+                    file=sys.stderr,
+                )
+            raise
+
+
+def _report(run: RunFolder, options: GenerateOptions, spec: RunSpec, result: RunResult) -> None:
+    """Print what is in the folder now."""
+    record: dict[str, Any] = {"out": str(options.out), "seed": spec.seed, **_totals(run)}
+    record |= {
+        "drawn": result.drawn,
+        "skipped": result.skipped,
+        "failed": result.failed,
+        "unknown_words": result.unknown_words,
     }
-    counts = f"{len(rows)} images ({len(missing)} new{f', {skipped} prompts skipped' if skipped else ''})"
-    line = f"{options.out}: {counts}, {summary_line(record)}; seed {seed}"
+    if options.sheet is not None:
+        _write_sheet(run, options.sheet)
+    counts = f"{record['pictures']} images ({result.drawn} new"
+    counts += f", {result.skipped} prompts skipped" if result.skipped else ""
+    counts += f", {result.failed} failed: see failed.jsonl; the same command tries them again" if result.failed else ""
+    waiting = "" if result.is_complete else "; other ranks are still drawing"
+    line = f"{options.out}: {counts}), {summary_line(record)}; seed {spec.seed}{waiting}"
     print_result(line, record, as_json=options.json, quiet=options.quiet)
 
 
-def _list_items(pipe: Pipeline, options: GenerateOptions, seed: int) -> tuple[list[Item], int]:
-    """The images of a folder, and how many prompts were skipped because they are too long for the model."""
-    items, skipped = [], 0
-    for number, text in enumerate(options.prompts):
-        try:
-            pipe.model.check_prompt(text)
-        except ConfigError as error:
-            if options.overlong == "refuse":
-                raise ConfigError(f"prompt {number + 1}: {error} Or skip such prompts: --overlong skip.") from None
-            skipped += 1
-            continue
-        first = number * options.images_per_prompt
-        items += [Item(i, text, seed + i) for i in range(first, first + options.images_per_prompt)]
-    if not items:
-        raise ConfigError(f"{pipe.model.name} can read none of the {skipped} prompts; shorten them.")
-    return items, skipped
-
-
-def _run_settings(pipe: Pipeline, options: GenerateOptions, request: GenerationRequest, seed: int) -> dict[str, Any]:
-    """What must be the same for a run to be resumed."""
-    digest = hashlib.sha256("\n".join(options.prompts).encode("utf-8", "surrogatepass")).hexdigest()
-    return {
-        "model": pipe.model.name,
-        "prompts": len(options.prompts),
-        "prompts_sha256": digest,
-        "n": options.images_per_prompt,
-        "seed": seed,
-        "overlong": options.overlong,
-        "compare": options.compare,
-        **pipe.settings(request),
-    }
-
-
-def _generate_batch(
-    run: RunFolder,
-    pipe: Pipeline,
-    plain: Pipeline | None,
-    request: GenerationRequest,
-    items: Sequence[Item],
-    advance: StepCallback,
-) -> None:
-    """Generate some images together, write them and append their lines."""
-    from underdraw.images import save_png
-    from underdraw.io import pack_grid
-    from underdraw.output import Stats
-
-    output = pipe.generate(request, callback_on_step_end=advance)
-    comparisons: list[dict[str, Any]] = [{} for _ in items]
-    if plain is not None:
-        comparisons = comparison_records(output, plain.generate(request, callback_on_step_end=advance))
-    run.start()
-    seconds = output.stats.seconds / len(items)  # images of a batch share its time equally
-    for position, item in enumerate(items):
-        save_png(output.images[position], run.folder / item.file, output.metadata(position))
-        history = output.histories[position]
-        run.append(
-            {
-                "index": item.index,
-                "file": item.file,
-                "prompt": item.prompt,
-                "seed": item.seed,
-                **stats_record(Stats.of([history], seconds)),
-                **comparisons[position],
-                "codes": pack_grid(history.layout.grid(history.tokens)),
-            }
-        )
-
-
-def _write_sheet(run: RunFolder, rows: list[dict[str, Any]], path: Path) -> None:
+def _write_sheet(run: RunFolder, path: Path) -> None:
     """Write small copies of the images of a folder with their prompts."""
+    import io
+
     from PIL import Image
 
     from underdraw.images import contact_sheet
-    from underdraw.metrics.exact_match import read_pixels
 
-    images = [Image.fromarray(read_pixels(run.folder / row["file"])) for row in rows]
-    contact_sheet(images, path, captions=[row["prompt"] for row in rows], caption_lines=5, width=SHEET_WIDTH)
+    stored = list(run.images())
+    images = [Image.open(io.BytesIO(image.png)).convert("RGB") for image in stored]
+    captions = [image.row["prompt"] for image in stored]
+    contact_sheet(images, path, captions=captions, caption_lines=5, width=SHEET_WIDTH)
 
 
-def _totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _totals(run: RunFolder) -> dict[str, Any]:
     """Sums over the folder; mean depth and nodes are weighted by passes."""
-    passes, tokens = (sum(row[key] for row in rows) for key in ("passes", "tokens"))
-    seconds = sum(row["seconds"] for row in rows)
+    sums = dict.fromkeys(("pictures", "passes", "tokens", "mean_depth", "mean_nodes"), 0.0)
+    identical = True
+    for row in run.rows():
+        passes = row["passes"]
+        values = {"pictures": 1, "passes": passes, "tokens": row["tokens"]}
+        values |= {key: row[key] * passes for key in ("mean_depth", "mean_nodes")}
+        sums = {key: sums[key] + value for key, value in values.items()}
+        identical &= row.get("identical", True)
+    passes = max(1.0, sums["passes"])
+    seconds, plain_seconds = run.seconds()
     totals: dict[str, Any] = {
-        "pictures": len(rows),
+        "pictures": int(sums["pictures"]),
         "seconds": rounded(seconds),
-        "passes": passes,
-        "tokens": tokens,
-        "tokens_per_pass": rounded(tokens / passes),
+        "passes": int(sums["passes"]),
+        "tokens": int(sums["tokens"]),
+        "tokens_per_pass": rounded(sums["tokens"] / passes),
+        "mean_depth": rounded(sums["mean_depth"] / passes),
+        "mean_nodes": rounded(sums["mean_nodes"] / passes),
     }
-    for key in ("mean_depth", "mean_nodes"):
-        totals[key] = rounded(sum(row[key] * row["passes"] for row in rows) / passes)
-    if "plain_seconds" in rows[0]:
-        plain_seconds = sum(row["plain_seconds"] for row in rows)
-        totals["plain_seconds"] = rounded(plain_seconds)
-        totals["speedup"] = rounded(plain_seconds / seconds)
-        totals["identical"] = all(row["identical"] for row in rows)
+    if plain_seconds is not None:
+        speedup = rounded(plain_seconds / seconds) if seconds else None
+        totals |= {"plain_seconds": rounded(plain_seconds), "speedup": speedup, "identical": identical}
     return totals

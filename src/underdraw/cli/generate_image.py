@@ -36,7 +36,7 @@ def generate_image(
 ) -> None:
     """Generate the image of `options` and write it, with the sheets and the trace that were asked for."""
     loading = load_record(pipe, load_seconds)
-    request = pipe.request(options.prompts[0], seed=options.seed, **request_options)
+    request = pipe.request(options.prompt, seed=options.seed, **request_options)
     path = options.image_path(request.seeds[0])
     output, steps = _generate(pipe, request, options, "skip" if options.heatmap is None else "keep")
     record: dict[str, Any] = {

@@ -127,7 +127,8 @@ Seed = Annotated[
     typer.Option(
         metavar="NUMBER",
         rich_help_panel=SAMPLING,
-        help="Seed of the first image; image i has seed + i. Without it, a random one, which is printed.",
+        help="Seed of the first image; image i has seed + i. Images of prompts with an id have seeds that follow "
+        "from it and this one. Without it, a random one, which is printed.",
     ),
 ]
 Json = Annotated[

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from underdraw.distributed.planned_images import Event, ModelInfo
     from underdraw.layout import Layout
+
+LOG_SECONDS = 30.0  # between two lines of progress where there is no terminal
 
 StepCallback = Callable[[Any, int, int, dict[str, Any]], None]
 
@@ -44,3 +48,50 @@ def print_result(line: str, record: dict[str, Any], *, as_json: bool, quiet: boo
         print(json.dumps(record))
     elif not quiet:
         print(line)
+
+
+class RunProgress:
+    """Progress of a run of many images: a bar on a terminal, a line now and then in a log."""
+
+    def __init__(self, *, silent: bool, passes_per_token: int = 1) -> None:
+        """`passes_per_token` is 2 where every image is drawn by plain decoding too."""
+        self._silent, self._repeats = silent, passes_per_token
+        self._bar: Any = None
+        self._images = self._missing = self._tokens = self._passes = 0
+        self._started = self._reported = time.monotonic()
+
+    def __enter__(self) -> RunProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def start(self, info: ModelInfo, missing: int) -> None:
+        """Begin: `missing` images of the model are to be drawn."""
+        from tqdm import tqdm
+
+        self._missing = missing
+        self._started = self._reported = time.monotonic()
+        total, is_hidden = info.tokens * missing * self._repeats, self._silent or not sys.stderr.isatty()
+        self._bar = tqdm(total=total, unit="tok", file=sys.stderr, disable=is_hidden, leave=False)
+
+    def update(self, event: Event) -> None:
+        """Count what a worker reports."""
+        from underdraw.distributed.planned_images import Progress
+
+        if isinstance(event, Progress):
+            self._tokens, self._passes = self._tokens + event.tokens, self._passes + event.passes
+            self._bar.set_postfix_str(self._text(), refresh=False)
+            self._bar.update(event.tokens)
+            return
+        self._images += 1
+        now = time.monotonic()
+        if self._bar.disable and not self._silent and now - self._reported > LOG_SECONDS:
+            left = (self._missing - self._images) * (now - self._started) / self._images
+            print(f"{self._images}/{self._missing} images, {self._text()}, {left / 60:.0f} min left", file=sys.stderr)
+            self._reported = now
+
+    def _text(self) -> str:
+        rate = self._images / max(1e-9, time.monotonic() - self._started)
+        return f"{self._images} images, {rate:.2f}/s, {self._tokens / max(1, self._passes):.2f} tokens/pass"

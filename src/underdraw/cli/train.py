@@ -57,7 +57,7 @@ Images = Annotated[
     typer.Option(
         metavar="FOLDER",
         rich_help_panel=INPUT,
-        help="Encode these images instead; manifest.jsonl, as `underdraw generate` writes it, has their prompts.",
+        help="Encode these images instead: a folder or shards that `underdraw generate` wrote, with their prompts.",
     ),
 ]
 Count = Annotated[
@@ -108,11 +108,11 @@ def samples(
     if (prompts is None) == (images is None):
         raise ConfigError("give either --prompts FILE to sample images, or --images FOLDER to encode them.")
     from underdraw.prompts import load_prompts
-    from underdraw.training.samples import encode_samples, generate_samples, read_manifest
+    from underdraw.training.samples import encode_samples, generate_samples, read_captioned_images
 
     began = time.perf_counter()
     if images is not None:
-        pairs = read_manifest(images)
+        pairs = read_captioned_images(images)
         written = encode_samples(load_target(model, device, dtype), pairs, out, batch=batch)
     else:
         texts = load_prompts(str(prompts))

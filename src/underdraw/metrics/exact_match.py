@@ -1,11 +1,11 @@
-"""Folders of images as `underdraw generate` writes them, pairs of them by image number, and exact match.
+"""Runs as `underdraw generate` writes them in any format, pairs of images by their index, and exact match.
 
-An image is identified by the index in its manifest line, never by its position in a listing. No torch.
+An image is identified by the index in its row, never by its position in a listing. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from underdraw.errors import ConfigError
 from underdraw.images import read_image
 from underdraw.io import JsonlStore, unpack_grid
+from underdraw.shards import ImageSource, find_shards, list_shard, read_source
 
-MANIFEST = "manifest.jsonl"
+METADATA = ("metadata.jsonl", "manifest.jsonl")  # the second was written by version 0.1
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
@@ -25,14 +26,14 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 class GeneratedImage:
     """One image of a folder."""
 
-    path: Path
+    source: ImageSource  # its file, or where it lies in a shard
     prompt: str
-    packed_codes: Any  # as packed by `pack_grid`; None if the manifest does not hold them
+    packed_codes: Any  # as packed by `pack_grid`; None if its row does not hold them
 
     def codes(self) -> NDArray[np.int32] | None:
         if self.packed_codes is None:
             return None
-        return unpack_grid(self.packed_codes, f"the manifest line of {self.path}")
+        return unpack_grid(self.packed_codes, f"the row of {self.source}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +48,34 @@ class ImagePairs:
 
 
 def read_images(path: Path) -> dict[int, GeneratedImage]:
-    """The images of a folder with a manifest, by index; or a single image file, with index 0."""
+    """The images of a run in any format, by index; or a single image file, with index 0. Pixels are not read."""
     if path.is_file() and path.suffix.lower() in IMAGE_SUFFIXES:
         return {0: GeneratedImage(path, _png_prompt(path), None)}
-    manifest = path / MANIFEST
-    if not manifest.is_file():
-        raise ConfigError(
-            f"{path} has no {MANIFEST}; name a folder written by `underdraw generate --prompts`, or an image file."
-        )
-    rows = enumerate(JsonlStore(manifest).read(), start=1)  # of two lines of an image the later one counts
-    images = dict(
-        _parse_row(path, row, f"line {number} of {manifest}") for number, row in rows
-    )  # the later line counts
+    images = dict(_list_images(path))  # of two rows of an image the later one counts
     if not images:
-        raise ConfigError(f"{manifest} holds no images; generate some into {path} first.")
+        raise ConfigError(f"{path} holds no images; generate some into {path} first.")
     return images
+
+
+def _metadata_file(folder: Path) -> Path | None:
+    return next((folder / name for name in METADATA if (folder / name).is_file()), None)
+
+
+def _list_images(folder: Path) -> Iterator[tuple[int, GeneratedImage]]:
+    """Index and image of every row of a run."""
+    metadata, shards = _metadata_file(folder), find_shards(folder)
+    if metadata is None and not shards:
+        raise ConfigError(
+            f"{folder} has no {METADATA[0]} and no shards; name a folder written by `underdraw generate --prompts`, or "
+            "an image file."
+        )
+    if metadata is not None:
+        for number, row in enumerate(JsonlStore(metadata).read(), start=1):
+            yield _parse_row(folder, row, f"line {number} of {metadata}")
+        return
+    for shard in shards:
+        for row, source in list_shard(shard):
+            yield row["index"], GeneratedImage(source, row["prompt"], row.get("codes"))
 
 
 def _png_prompt(path: Path) -> str:
@@ -70,7 +84,7 @@ def _png_prompt(path: Path) -> str:
 
 
 def _parse_row(folder: Path, row: dict[str, Any], source: str) -> tuple[int, GeneratedImage]:
-    index, file, prompt = (row.get(key) for key in ("index", "file", "prompt"))
+    index, prompt, file = row.get("index"), row.get("prompt"), row.get("file_name", row.get("file"))
     is_valid = isinstance(index, int) and isinstance(file, str) and isinstance(prompt, str)
     if not is_valid or Path(str(file)).name != file:
         raise ConfigError(f"{source} needs an integer index, a file name and a text prompt; generate the folder again.")
@@ -95,10 +109,10 @@ def pair_images(ours: dict[int, GeneratedImage], theirs: dict[int, GeneratedImag
     return ImagePairs(indices, *pairs, len(ours) - len(indices), len(theirs) - len(indices))
 
 
-def find_images(folder: Path) -> list[Path]:
-    """All images of a folder, with or without a manifest: a reference set, whose order does not matter."""
-    if folder.is_file() or (folder / MANIFEST).is_file():
-        return [image.path for image in read_images(folder).values()]
+def find_images(folder: Path) -> Sequence[ImageSource]:
+    """All images of a folder, of a run or any others: a reference set, whose order does not matter."""
+    if folder.is_file() or _metadata_file(folder) is not None or find_shards(folder):
+        return [image.source for image in read_images(folder).values()]
     paths = (
         sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES) if folder.is_dir() else []
     )
@@ -107,15 +121,15 @@ def find_images(folder: Path) -> list[Path]:
     return paths
 
 
-def read_pixels(path: Path) -> NDArray[np.uint8]:
+def read_pixels(source: ImageSource) -> NDArray[np.uint8]:
     """An image as (height, width, 3)."""
-    return np.asarray(read_image(path))
+    return np.asarray(read_source(source))
 
 
 def exact_match(pairs: ImagePairs) -> dict[str, Any]:
     """Number and share of pairs with identical pixels, and the share of equal codes if both folders hold codes."""
     identical = [
-        np.array_equal(read_pixels(ours.path), read_pixels(theirs.path))
+        np.array_equal(read_pixels(ours.source), read_pixels(theirs.source))
         for ours, theirs in zip(pairs.ours, pairs.theirs, strict=True)
     ]
     result: dict[str, Any] = {
@@ -128,7 +142,7 @@ def exact_match(pairs: ImagePairs) -> dict[str, Any]:
 
 
 def stack_codes(images: Sequence[GeneratedImage]) -> NDArray[np.int32] | None:
-    """Codes (N, rows, cols) of images of one size; None if a manifest does not hold them."""
+    """Codes (N, rows, cols) of images of one size; None if a row does not hold them."""
     codes = [grid for grid in (image.codes() for image in images) if grid is not None]
     if len(codes) < len(images):
         return None

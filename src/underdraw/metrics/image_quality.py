@@ -188,7 +188,7 @@ def _compare(evaluation: Evaluation, images: dict[int, GeneratedImage]) -> dict[
     elif "test" in evaluation.requested:
         if ours is None or theirs is None:
             folder = evaluation.folder if ours is None else evaluation.against
-            raise ConfigError(f"the manifest of {folder} holds no codes; generate it again with this version.")
+            raise ConfigError(f"the rows of {folder} hold no codes; generate it again with this version.")
         result = two_sample(ours, theirs, paired=True)
         record["test"] = {"mmd": round(result.statistic, 6), "p": round(result.p_value, 5)}
     return record
@@ -196,7 +196,7 @@ def _compare(evaluation: Evaluation, images: dict[int, GeneratedImage]) -> dict[
 
 def _inception_metrics(evaluation: Evaluation, images: dict[int, GeneratedImage], advance: Advance) -> dict[str, Any]:
     network = networks.inception(find_weights("inception", evaluation.weights, "fid"))
-    features, logits = networks.extract_features(network, [image.path for image in images.values()], advance)
+    features, logits = networks.extract_features(network, [image.source for image in images.values()], advance)
     record: dict[str, Any] = {}
     if "is" in evaluation.requested:
         mean, deviation = inception_score(logits)
@@ -234,4 +234,4 @@ def _embed(
 ) -> tuple[Tensor, Tensor]:
     """Embeddings of every image and of its prompt."""
     rows = list(images.values())
-    return networks.embed(encoder, [row.path for row in rows], [row.prompt for row in rows], advance)
+    return networks.embed(encoder, [row.source for row in rows], [row.prompt for row in rows], advance)

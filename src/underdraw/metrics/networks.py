@@ -18,6 +18,7 @@ from torch import Tensor
 from underdraw.errors import CheckpointError
 from underdraw.extras import require_package
 from underdraw.metrics.exact_match import read_pixels
+from underdraw.shards import ImageSource
 
 BATCH = 16
 LOAD_ERRORS = (RuntimeError, OSError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
@@ -77,17 +78,17 @@ def find_weights(key: str, folder: Path | None, metric: str) -> Path:
 class TextImageEncoder:
     """Embeds images and prompts into one space."""
 
-    encode_images: Callable[[Sequence[Path]], Tensor]
+    encode_images: Callable[[Sequence[ImageSource]], Tensor]
     encode_texts: Callable[[Sequence[str]], Tensor]
 
 
-def read_tensor(path: Path) -> Tensor:
+def read_tensor(path: ImageSource) -> Tensor:
     """An image as uint8 (3, H, W)."""
     return torch.from_numpy(read_pixels(path).copy()).permute(2, 0, 1)
 
 
 @torch.inference_mode()
-def extract_features(network: ImageNetwork, paths: Sequence[Path], advance: Advance) -> tuple[Tensor, Tensor]:
+def extract_features(network: ImageNetwork, paths: Sequence[ImageSource], advance: Advance) -> tuple[Tensor, Tensor]:
     """Features and logits of images; batches with images of different sizes run one by one."""
     features, logits = [], []
     for start in range(0, len(paths), BATCH):
@@ -102,7 +103,7 @@ def extract_features(network: ImageNetwork, paths: Sequence[Path], advance: Adva
 
 
 def embed(
-    encoder: TextImageEncoder, paths: Sequence[Path], texts: Sequence[str], advance: Advance
+    encoder: TextImageEncoder, paths: Sequence[ImageSource], texts: Sequence[str], advance: Advance
 ) -> tuple[Tensor, Tensor]:
     """Embeddings of images and of their prompts, in the same order."""
     image_parts, text_parts = [], []
@@ -153,7 +154,7 @@ def clip(folder: Path) -> TextImageEncoder:
     max_length = model.config.text_config.max_position_embeddings
 
     @torch.inference_mode()
-    def encode_images(paths: Sequence[Path]) -> Tensor:
+    def encode_images(paths: Sequence[ImageSource]) -> Tensor:
         inputs = processor(images=[read_pixels(path) for path in paths], return_tensors="pt")
         return model.visual_projection(model.vision_model(pixel_values=inputs["pixel_values"]).pooler_output)
 
@@ -178,7 +179,7 @@ def hps(path: Path) -> TextImageEncoder:
     tokenizer = open_clip.get_tokenizer("ViT-H-14")
 
     @torch.inference_mode()
-    def encode_images(paths: Sequence[Path]) -> Tensor:
+    def encode_images(paths: Sequence[ImageSource]) -> Tensor:
         from PIL import Image
 
         return model.encode_image(torch.stack([preprocess(Image.fromarray(read_pixels(path))) for path in paths]))

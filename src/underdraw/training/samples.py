@@ -19,13 +19,13 @@ from tqdm import tqdm
 
 from underdraw.drafters.trained import target_fingerprint
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
-from underdraw.images import read_image
 from underdraw.io import FolderLock, parse_json, path_inside, read_text, remove_unfinished, split_lines
 from underdraw.layout import Layout
 from underdraw.models.family import ImageSize, LoadedModel
 from underdraw.nn.weights import open_safetensors, read_safetensors_header, write_safetensors
 from underdraw.pipeline import Pipeline
 from underdraw.protocols import Prompt
+from underdraw.shards import ImageSource, find_shards, list_shard, read_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def generate_samples(
 
 
 def encode_samples(
-    model: LoadedModel, images: Sequence[tuple[str, Path]], folder: str | Path, *, batch: int = 64
+    model: LoadedModel, images: Sequence[tuple[str, ImageSource]], folder: str | Path, *, batch: int = 64
 ) -> Samples:
     """Encode image files with their captions; images are cropped to the model's aspect ratio and resized."""
     size = model.resolve_size(None, None)
@@ -180,11 +180,11 @@ def _read_texts(path: Path) -> list[str]:
     return texts
 
 
-def _read_pixels(path: Path, size: ImageSize) -> Tensor:
+def _read_pixels(source: ImageSource, size: ImageSize) -> Tensor:
     """An image file as (3, height, width) in [-1, 1]."""
     import PIL.ImageOps
 
-    fitted = PIL.ImageOps.fit(read_image(path), (size.width, size.height))
+    fitted = PIL.ImageOps.fit(read_source(source), (size.width, size.height))
     return torch.from_numpy(np.asarray(fitted, dtype=np.float32) / 127.5 - 1).permute(2, 0, 1)
 
 
@@ -219,20 +219,24 @@ def shorten(model: LoadedModel, text: str) -> str:
     return " ".join(words)
 
 
-def read_manifest(folder: Path) -> list[tuple[str, Path]]:
-    """Prompts and image files of a folder with a manifest.jsonl, as `underdraw generate` writes it."""
-    path = folder / "manifest.jsonl"
-    if not path.exists():
-        raise ConfigError(f"{folder} has no manifest.jsonl; it needs one, with a prompt and a file per line.")
-    pairs = []
-    for number, line in enumerate(split_lines(read_text(path, "a manifest")), start=1):
+def read_captioned_images(folder: Path) -> list[tuple[str, ImageSource]]:
+    """Prompts and images of a run of `underdraw generate` in any format, or of another folder with metadata.jsonl."""
+    if shards := find_shards(folder):
+        return [(str(row["prompt"]), source) for shard in shards for row, source in list_shard(shard)]
+    names = ("metadata.jsonl", "manifest.jsonl")  # the second was written by version 0.1
+    path = next((folder / name for name in names if (folder / name).exists()), None)
+    if path is None:
+        raise ConfigError(f"{folder} has no {names[0]}; it needs one, with a prompt and a file_name per line.")
+    pairs: list[tuple[str, ImageSource]] = []
+    for number, line in enumerate(split_lines(read_text(path, "metadata of images")), start=1):
         try:
             row = parse_json(line)
-            pairs.append(
-                (str(row["prompt"]), path_inside(folder, row["file"], f"line {number} of {path}", ConfigError))
-            )
+            name = row["file_name"] if "file_name" in row else row["file"]
+            pairs.append((str(row["prompt"]), path_inside(folder, name, f"line {number} of {path}", ConfigError)))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"line {number} of {path} has no prompt and file ({error}).") from None
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"line {number} of {path} has no prompt and file_name ({error}).") from None
     return pairs
 
 

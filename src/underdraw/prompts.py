@@ -183,7 +183,7 @@ def _read_json(path: Path) -> Iterator[PromptRow]:
     document = _parse_document(path, read_text(path, "prompts"))  # one JSON object cannot be read by lines
     if isinstance(document, dict) and document and "annotations" not in document:
         lists = [value for value in document.values() if isinstance(value, list)]
-        if len(lists) == len(document):
+        if len(lists) == len(document) and any(lists):
             rows = enumerate(_parse_kinds(path, document).items())
             return (PromptRow(str(n), text, columns={"kind": kind}, is_numbered=True) for n, (text, kind) in rows)
     return _read_coco(path, document)

@@ -30,6 +30,7 @@ COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsi
     "plot": "underdraw.cli.plot",
     "evaluate": "underdraw.cli.evaluate",
     "evaluate statistics": "underdraw.cli.statistics",
+    "verify": "underdraw.cli.verify",
     "models": "underdraw.cli.models",
     "models inspect": "underdraw.cli.inspect",
     "train": "underdraw.cli.train",

@@ -96,11 +96,11 @@ class Processes:
         self._deaths: Counter[int] = Counter()  # by index of the image
 
     def start(self) -> ModelInfo:
-        infos = []
         for worker in self._workers:  # they load in parallel
-            infos.append(self._receive(worker))
-            worker.is_ready = True
-        return infos[0]
+            if not worker.is_ready:
+                self._info: ModelInfo = self._receive(worker)
+                worker.is_ready = True
+        return self._info
 
     def check(self, prompts: list[str]) -> PromptCheck:
         self._workers[0].connection.send(("check", prompts))

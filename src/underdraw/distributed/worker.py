@@ -97,6 +97,8 @@ class ImageWorker:
         if name == "auto":
             self.pipe.tree = spec
             self.pipe.tree_name = name
+            self._fast.close()
+            self._fast = Scheduler(self.pipe, slots=self.slots)
 
     def check(self, prompts: list[str]) -> PromptCheck:
         """Which prompts the model cannot read; warns of words that it was not trained with."""

@@ -18,6 +18,7 @@ from underdraw.serving.errors import ApiError
 from underdraw.serving.schemas import DrawingOptions
 
 HEARTBEAT = 10.0  # seconds without an event after which a comment keeps proxies from closing a stream
+GRACE = 10.0  # seconds after the deadline in which a stream can send that it has passed
 
 
 def build_request(engine: EngineThread, options: DrawingOptions, images: int = 1) -> GenerationRequest:
@@ -127,6 +128,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with anyio.create_task_group() as group:
+                group.cancel_scope.deadline = anyio.current_time() + self.timeout + GRACE  # of clients that do not read
                 group.start_soon(watch_disconnect, receive, group.cancel_scope)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await self._send_events(lambda text: _send_text(send, text))

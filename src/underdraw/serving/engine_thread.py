@@ -167,6 +167,11 @@ class EngineThread:
         with self._lock:
             if self._is_draining:
                 raise errors.draining()
+            if len(request.prompts) > self.slots + self.queue:
+                message = (
+                    f"n {len(request.prompts)} is more than this server takes; use at most {self.slots + self.queue}."
+                )
+                raise ApiError(400, message, param="n", code="invalid_value")
             if len(self._jobs) + len(request.prompts) > self.slots + self.queue:
                 raise errors.busy(self.retry_after())
             entry = self._scheduler(tree)

@@ -54,7 +54,7 @@ def drawing_failed(error: Exception) -> ApiError:
     if isinstance(error, CapacityError) or type(error).__name__ == "OutOfMemoryError":
         return ApiError(503, "the image does not fit into memory now.", code="out_of_memory", retry_after=10)
     if isinstance(error, UnderdrawError):
-        return ApiError(400, str(error), param="prompt", code="invalid_value")
+        return ApiError(400, str(error), code="invalid_value")
     return ApiError(500, "drawing failed; the server's log has the reason.", code="drawing_failed")
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 router = APIRouter()
 FILES = {path.name: path for path in (Path(__file__).parent / "page").iterdir() if path.suffix != ".py"}
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-MAX_PASS_TIMES = 4096  # sent with a finished image
 
 
 @router.get("/")
@@ -59,7 +58,7 @@ async def info(request: Request) -> dict[str, Any]:
         "version": __version__,
         "model": pipe.model.name,
         "family": pipe.model.family,
-        "drafter": pipe.drafter_name,
+        "drafter": pictures.public_name(pipe.drafter_name),
         "tree": pipe.tree_name,
         "device": pipe.device.type,
         "dtype": str(pipe.dtype).removeprefix("torch."),

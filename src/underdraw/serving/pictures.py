@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from underdraw.images import png_metadata
+from underdraw.models.hub import is_hub_id
 from underdraw.output import PipelineOutput, Stats
 
 if TYPE_CHECKING:
@@ -37,8 +39,13 @@ def describe(pipe: Pipeline, image: ScheduledImage, picture: Image) -> PipelineO
         histories=[history],
         complete=history.done,
         model=pipe.model.name,
-        settings=pipe.settings(image.request),
+        settings={**pipe.settings(image.request), "drafter": public_name(pipe.drafter_name)},
     )
+
+
+def public_name(name: str) -> str:
+    """The name of a model or drafter without the server's folders: an OWNER/NAME of the hub stays as it is."""
+    return name if is_hub_id(name) and not Path(name).exists() else Path(name).name or "model"
 
 
 def encode(picture: Image, format: Format = "png", quality: int = 100, metadata: dict[str, str] | None = None) -> str:

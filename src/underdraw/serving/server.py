@@ -8,16 +8,15 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from underdraw.errors import ConfigError
-from underdraw.models.hub import is_hub_id
 from underdraw.pipeline import Pipeline
 from underdraw.serving.app import create_app
 from underdraw.serving.engine_thread import EngineThread
+from underdraw.serving.pictures import public_name
 from underdraw.serving.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -84,8 +83,5 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 def with_public_names(pipe: Pipeline) -> Pipeline:
     """The pipeline with a model name that tells clients nothing of the server's folders."""
-    name = pipe.model.name
-    if not (is_hub_id(name) and not Path(name).exists()):
-        name = Path(name).name or "model"
-    pipe.model = dataclasses.replace(pipe.model, name=name)
+    pipe.model = dataclasses.replace(pipe.model, name=public_name(pipe.model.name))
     return pipe

@@ -178,7 +178,7 @@ export class Sheet {
   }
 
   clipTo(pen, cells) {
-    // One pixel of the picture less than the cells: cells without a token are white and would bleed over the edge.
+    // One pixel of the picture less than the cells: cells without a token are grey and would bleed over the edge.
     const inset = Math.ceil(pen.width / this.preview.naturalWidth);
     const full = Math.floor(cells / this.columns);
     const rest = cells % this.columns;

@@ -1,0 +1,141 @@
+"""Load test of the server on loopback: `python benchmarks/load_test.py [--clients 64] [--requests 500]`.
+
+Starts `underdraw serve`, lets many clients ask at once, and checks every answer: a picture that equals that of plain
+decoding with the same prompt and seed, or a 429. Ends with a row for the table in docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from PIL import Image
+
+from underdraw import Pipeline
+
+PROMPTS = ("a fox, 3D render, on a sky blue background", "a red apple, 3D render", "an owl, 3D render", "a house")
+TREES = ("auto", "none")
+MAX_WAIT = 2.0  # seconds that a client waits after a 429, whatever Retry-After says: the test is bounded
+
+
+@dataclass
+class Tally:
+    """What the clients saw."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)  # of answers with a picture
+    pictures: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # (prompt, seed) -> digests of pixels
+    sent: int = 0
+
+
+def digest(image: Image.Image) -> str:
+    return hashlib.sha256(np.asarray(image.convert("RGB")).tobytes()).hexdigest()
+
+
+async def run_client(client: httpx.AsyncClient, tally: Tally, options: argparse.Namespace) -> None:
+    """Send requests until all clients together have sent enough."""
+    while tally.sent < options.requests:
+        number, tally.sent = tally.sent, tally.sent + 1
+        prompt, seed = PROMPTS[number % len(PROMPTS)], number % options.seeds
+        body = {"prompt": prompt, "seed": seed, "tree": TREES[number // 8 % 8 == 0]}  # every eighth batch is plain
+        started = time.perf_counter()
+        answer = await client.post("/v1/images/generations", json=body)
+        tally.statuses[answer.status_code] += 1
+        if answer.status_code == 200:
+            tally.seconds.append(time.perf_counter() - started)
+            pixels = Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"])))
+            tally.pictures.setdefault((prompt, seed), set()).add(digest(pixels))
+        elif answer.status_code == 429:
+            await asyncio.sleep(min(MAX_WAIT, float(answer.headers["retry-after"])))
+
+
+async def run_clients(url: str, options: argparse.Namespace) -> tuple[Tally, float]:
+    tally = Tally()
+    limits = httpx.Limits(max_connections=options.clients)
+    async with httpx.AsyncClient(base_url=url, timeout=900, limits=limits) as client:
+        started = time.perf_counter()
+        await asyncio.gather(*(run_client(client, tally, options) for _ in range(options.clients)))
+        return tally, time.perf_counter() - started
+
+
+def resident_megabytes(process: int) -> float:
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def count_wrong(model: str, tally: Tally) -> int:
+    """Pictures that differ from plain decoding in this process."""
+    pipe = Pipeline.from_pretrained(model, tree="none", drafter="jacobi")
+    expected = {(prompt, seed): digest(pipe(prompt, seed=seed).images[0]) for prompt, seed in tally.pictures}
+    return sum(digests != {expected[key]} for key, digests in tally.pictures.items())
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Start the server, run the clients, stop it; returns the record."""
+    words = ["serve", "--model", options.model, "--port", "0", "--slots", str(options.slots), "--quiet"]
+    command = [sys.executable, "-m", "underdraw", *words, "--queue", str(options.queue)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            url = server.stdout.readline().split()[-1]
+            httpx.post(f"{url}v1/images/generations", json={"prompt": PROMPTS[0]}, timeout=300).raise_for_status()
+            before = resident_megabytes(server.pid)
+            tally, seconds = asyncio.run(run_clients(url, options))
+            after = resident_megabytes(server.pid)
+        finally:
+            server.terminate()
+        server.wait(60)
+    drawn, refused = tally.statuses[200], tally.statuses[429]
+    return {
+        "model": Path(options.model).name,
+        "clients": options.clients,
+        "requests": tally.sent,
+        "pictures": drawn,
+        "refused_429": refused,
+        "other": tally.sent - drawn - refused,
+        "compared": len(tally.pictures),
+        "wrong": count_wrong(options.model, tally),
+        "images_per_second": round(drawn / seconds, 2),
+        "p50_seconds": round(statistics.median(tally.seconds), 2),
+        "p95_seconds": round(statistics.quantiles(tally.seconds, n=20)[-1], 2),
+        "megabytes_before": round(before),
+        "megabytes_after": round(after),
+        "exit_code": server.returncode,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="tiny, or the folder of another model")
+    parser.add_argument("--clients", type=int, default=64, help="requests at a time")
+    parser.add_argument("--requests", type=int, default=500, help="requests in all")
+    parser.add_argument("--seeds", type=int, default=5, help="different seeds, each compared with plain decoding")
+    parser.add_argument("--slots", type=int, default=8, help="slots of the server")
+    parser.add_argument("--queue", type=int, default=32, help="queue of the server")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    record = run(options)
+    if options.json:
+        print(json.dumps(record))
+    else:
+        print("| " + " | ".join(record) + " |\n|" + "---|" * len(record))
+        print("| " + " | ".join(map(str, record.values())) + " |")
+    return int(record["other"] or record["wrong"] or record["exit_code"] != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -157,7 +158,7 @@ def test_busy_machine_is_noticed_and_costs_are_measured_again(tmp_path: Path) ->
 
     quiet = measure_windows(FakeRun(linear), has_trees=True, batch=1, is_captured=False)
     assert not quiet.is_busy and quiet.attempts == 1 and quiet.chain[-1] == (64, 74.0)
-    busy = FakeRun(linear, slowdown=lambda index: 1 + index % 2)
+    busy = FakeRun(linear, slowdown=lambda index: random.Random(index).choice((1, 3, 5)))
     costs = measure_windows(busy, has_trees=True, batch=1, is_captured=False)
     assert costs.is_busy and costs.attempts == 2 and not costs.is_final
     assert fastest(costs, quiet).chain == quiet.chain and not fastest(costs, quiet).is_busy
@@ -198,23 +199,22 @@ def nodes_of_policy(policy: Any) -> int:
 def test_costs_choose_between_plain_chain_and_tree() -> None:
     policy = CPU.policy()
     assert isinstance(policy, Budget)
-    easy, hard = policy.cheapest(0.05), policy.cheapest(0.2)
+    easy, hard = policy.cheapest(0.05, 24), policy.cheapest(0.2, 24)
     assert easy[0] > hard[0] and not hard[1], "few nodes where it is hard and every node costs"
-    assert H200_7B.policy().cheapest(0.15) == (64, True), "a tree of 64 nodes where they are nearly free"
+    assert H200_7B.policy().cheapest(0.15, 32) == (64, True), "a tree of 64 nodes where they are nearly free"
     dear = WindowCosts(tuple((n, 10.0 * n) for n in CPU_SIZES))
-    assert dear.policy().cheapest(0.5) == (1, False), "never slower than plain decoding"
-    assert isinstance(replace(dear, batch=2).policy(), NoTree)
+    assert isinstance(dear.policy(), NoTree) and isinstance(replace(dear, batch=2).policy(), NoTree), "plain is faster"
 
 
 @pytest.mark.parametrize("costs", [CPU, H200_7B], ids=["cpu", "h200"])
 @pytest.mark.parametrize("difficulty", [0.05, 0.1, 0.15, 0.2, 0.4])
 def test_choice_is_within_three_percent_of_the_best_fixed_size(costs: WindowCosts, difficulty: float) -> None:
     """Of all sizes between the measured ones too."""
-    nodes, is_tree = costs.policy().cheapest(difficulty)  # type: ignore[attr-defined]
+    nodes, is_tree = costs.policy().cheapest(difficulty, 24)  # type: ignore[attr-defined]
     chosen = interpolate(costs.tree if is_tree else costs.chain, nodes)
-    chosen *= passes_per_token(nodes, difficulty, is_tree=is_tree)
-    for size in range(2, 65):
-        assert chosen <= 1.03 * interpolate(costs.chain, size) * passes_per_token(size, difficulty)
+    chosen *= passes_per_token(nodes, difficulty, 24, is_tree=is_tree)
+    for size in range(12, 65):
+        assert chosen <= 1.03 * interpolate(costs.chain, size) * passes_per_token(size, difficulty, 24)
 
 
 @pytest.mark.parametrize(("captured", "policy"), [(True, Adjacency), (False, Cost)])

@@ -390,7 +390,7 @@ def filled(accepted: int, nodes: int, *, depth: int | None = None) -> History:
     history = History(Layout(24, 24, range(8)))
     history.record_first(0)
     step = 0
-    while step < 48:
+    while step < 120:
         plan = TreePlan(nodes - 1 if depth is None else depth, 2, 1 if depth is None else 8, nodes)
         history.record(StepResult(0, 0, step, accepted, plan, (0,) * (accepted + 1), (0,) * accepted, 0.0))
         step += accepted + 1
@@ -398,10 +398,10 @@ def filled(accepted: int, nodes: int, *, depth: int | None = None) -> History:
 
 
 def test_budget_drafts_far_where_the_row_above_was_easy_and_little_where_it_was_hard() -> None:
-    policy = Budget("1:11/6:17/12:24/18:30/24:36/32:45/64:77")
-    sizes = [policy.plan(filled(accepted, 24), 48).nodes for accepted in (0, 1, 3, 7, 15)]
-    assert sizes == sorted(sizes) and sizes[0] < 12 and sizes[-1] >= 24
-    assert policy.plan(History(Layout(24, 24, range(8))), 0).nodes in (12, 18), "the prior, where nothing is known"
+    policy = Budget("1:11/12:24/18:30/24:36/32:45/64:77")
+    sizes = [policy.plan(filled(accepted, 24), 96).nodes for accepted in (2, 3, 7, 15)]
+    assert sizes == sorted(sizes) and sizes[0] == 12 and sizes[-1] >= 24
+    assert policy.plan(History(Layout(24, 24, range(8))), 0).nodes in (12, 24), "the prior, where nothing is known"
 
 
 def test_budget_grows_trees_where_nodes_are_nearly_free() -> None:
@@ -411,9 +411,11 @@ def test_budget_grows_trees_where_nodes_are_nearly_free() -> None:
 
 
 def test_budget_is_plain_decoding_where_nothing_else_pays_and_retries() -> None:
-    policy = Budget("1:10/8:40/16:60", retry=5)
-    history = filled(0, 8)
-    assert [policy.plan(history, step).nodes for step in range(60, 66)] == [8, 1, 1, 1, 1, 8]
+    policy = Budget("1:10/12:25/24:40", retry=3)
+    rows = [step // 24 for step in range(48, 144, 24)]
+    assert [policy.plan(filled(0, 12), 24 * row).nodes for row in rows] == [1, 12, 1, 1], "one token for 25 ms"
+    assert [policy.plan(filled(3, 12), 24 * row).nodes for row in rows] == [24] * 4, "four tokens for 25 ms"
+    assert policy.plan(History(Layout(24, 24, range(8))), 24).nodes == 12, "nothing is known yet"
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def resolve_tree(
     if drafter.proposes != "tree":
         costs = load_or_measure_windows(work)
         log.debug("costs of windows: %s", costs)
-        return costs.for_batch(batch or len(work.prompts)).policy()
+        return costs.for_batch(batch or len(work.prompts)).policy(work.sampler.layout.row_stride)
     linear = load_or_measure_costs(work)
     log.debug("costs of passes: %s", linear)
     if work.graphs is not None:

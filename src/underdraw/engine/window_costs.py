@@ -20,13 +20,13 @@ from underdraw.policies.fixed import Chain, NoTree
 from underdraw.policies.trunk import Trunk
 from underdraw.protocols import TreePolicy
 
-CPU_SIZES, GPU_SIZES = (1, 6, 12, 18, 24, 32, 64), (1, 8, 16, 32, 64, 128)
+CPU_SIZES, GPU_SIZES = (1, 12, 18, 24, 32, 64), (1, 8, 16, 32, 64, 128)
 TREE_SIZES = (32, 64, 128)  # smaller trees accept less than chains
 _ROUNDS, _WARMUP = 2, 1  # passes of each size; captured passes: prefill, eager run and capture come first
 _CAPTURED_ROUNDS, _CAPTURED_WARMUP = 5, 3
 _MAX_DECODES = 12  # pictures of few cells end before all sizes have had their turn
 _SLOW_PASS = 0.3  # seconds: of models this slow only few sizes are measured, once
-_SLOW_SIZES = (1, 8, 16, 32)
+_SLOW_SIZES = (1, 12, 24)
 BUSY = 1.25  # median over fastest pass of a size, above which the machine was busy
 _ATTEMPTS = 2  # in one process
 MAX_ATTEMPTS = 6  # in all processes: a machine may always be busy
@@ -60,15 +60,18 @@ class WindowCosts:
         chain, tree = (tuple((n, interpolate(costs, n * scale)) for n, _ in costs) for costs in (self.chain, self.tree))
         return replace(self, chain=chain, tree=tree, batch=batch)
 
-    def policy(self, difficulty: float = PRIOR_DIFFICULTY) -> TreePolicy:
+    def policy(self, row: int = 32, difficulty: float = PRIOR_DIFFICULTY) -> TreePolicy:
         """The policy for this batch: of one image, sizes follow the picture; a batch has one size for all its images.
 
+        A row of a picture has `row` tokens.
         All images of a batch are padded to the largest tree, so trees of different sizes would save nothing.
         """
+        nodes, is_tree = cheapest_size(self.chain, self.tree, difficulty, row)
+        if nodes == 1:
+            return NoTree()
         if self.batch == 1:
             return Budget(format_costs(self.chain), format_costs(self.tree) if self.tree else None)
-        nodes, is_tree = cheapest_size(self.chain, self.tree, difficulty)
-        return NoTree() if nodes == 1 else Trunk(nodes) if is_tree else Chain(nodes - 1)
+        return Trunk(nodes) if is_tree else Chain(nodes - 1)
 
 
 def interpolate(costs: Costs, nodes: float) -> float:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import small_checkpoint
 from commands import call
+from PIL import Image
 
 from underdraw.bench.kinds import compare_methods, kinds_sections
 from underdraw.bench.presets import PRESETS
@@ -65,3 +70,22 @@ def test_rows_methods_and_columns_kinds(mini: Path, tmp_path: Path) -> None:
     assert text.startswith("before") and text.endswith("after\n")
     assert call("plot", tmp_path / "run").code == 0
     assert "plain decoding of the same picture" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_acceptance_maps_come_from_the_cells_of_a_run(tmp_path: Path) -> None:
+    prompts, run = tmp_path / "prompts.json", tmp_path / "run"
+    prompts.write_text(json.dumps({"plain": ["a red fox 1"], "photo": ["a red fox 2"]}))
+    model = small_checkpoint.write(tmp_path / "small", side=8)
+    options = ["-m", model, "--prompts", prompts, "--tree", "trunk:nodes=16", "--drafter", "jacobi-tree"]
+    assert call("bench", *options, "--out", run).code == 0
+    words = ["benchmarks/acceptance_maps.py", run, "--method", "trunk:nodes=16", "--json", tmp_path / "maps.json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words += ["--model", model, "--out", tmp_path / "maps.png"]
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    table = json.loads((tmp_path / "maps.json").read_text())["kinds"]
+    assert set(table) == {"plain", "photo", "all"} and table["all"]["passes"] > 2
+    assert all(-1 <= table["all"][name] <= 1 for name in ("above", "left", "above-right", "both", "previous"))
+    assert Image.open(tmp_path / "maps.png").width > 300

@@ -26,6 +26,7 @@ CHAIN_REACH, SHORT_CHAIN_REACH, TREE_REACH = 1.75, 2.05, 2.4  # b; short: of les
 TREE_DIFFICULTY = 0.82  # of the difficulty of a chain
 PRIOR_DIFFICULTY = 0.13  # passes per token of a long chain: between an emoji (0.05) and a photo (0.2)
 _PRIOR_CELLS = 4.0  # cells that the prior is worth
+_TRIED_ROWS, _LOSS = 3, 1.05  # rows that are drafted in any case; what counts as slower than plain decoding
 Costs = tuple[tuple[int, float], ...]  # (nodes, milliseconds), ascending
 
 
@@ -40,9 +41,9 @@ def passes_per_token(nodes: int, difficulty: float, row: int, *, is_tree: bool =
 class Budget:
     """`chain` and `tree` are measured costs, as `nodes:milliseconds` with `/` between; `tree` None: no trees.
 
-    One node is plain decoding. It is chosen where drafting has cost more time per token than plain decoding would
-    have, except in every `retry`-th row: guesses are only good if there were some in the passes before. `init` is the
-    neighbourhood that the difficulty is read off, as in `trunk`.
+    One node is plain decoding. It is chosen if drafting this picture has cost more time per token than plain decoding
+    would have, except in every `retry`-th row: guesses are only good if there were some in the passes before. `init` is
+    the neighbourhood that the difficulty is read off, as in `trunk`.
     """
 
     chain: str = "1:10/12:16/18:20/24:24/32:30/64:55"
@@ -73,16 +74,14 @@ class Budget:
         return cheapest_size(chain, parse_costs(self.tree) if self.tree else (), difficulty, row)
 
     def _has_lost_time(self, history: History, step: int) -> bool:
-        """Whether the last row of cells that was drafted took longer than plain decoding would have."""
+        """Whether the cells that were drafted took clearly longer than plain decoding would have; after some rows."""
         plain = dict(parse_costs(self.chain)).get(1)
-        drafted = np.flatnonzero((history.pass_index[: step + 1] >= 0) & (history.depth[: step + 1] > 0))
-        stride = history.layout.row_stride
-        if plain is None or len(drafted) < stride:
+        drafted = (history.pass_index[: step + 1] >= 0) & (history.depth[: step + 1] > 0)
+        if plain is None or drafted.sum() < _TRIED_ROWS * history.layout.row_stride:
             return False
-        recent = drafted[-stride:]
-        nodes, costs = history.nodes[recent], parse_costs(self.tree or self.chain)
+        nodes, costs = history.nodes[: step + 1][drafted], parse_costs(self.tree or self.chain)
         spent = np.interp(nodes, [n for n, _ in costs], [ms for _, ms in costs])
-        return bool((spent / (history.accepted[recent] + 1.0)).mean() > plain)
+        return bool((spent / (history.accepted[: step + 1][drafted] + 1.0)).mean() > _LOSS * plain)
 
     def _difficulty(self, history: History, step: int) -> float:
         """Passes per token of a long chain near `step`, by what passes there accepted."""

@@ -31,7 +31,7 @@ def test_kinds_measures_every_kind_and_writes_the_table(tmp_path: Path) -> None:
     assert [row["kind"] for row in record["rows"]] == ["plain", "gradient", "scene", "portrait", "photo"]
     assert all(row["is_identical"] and 0 < row["passes"] <= row["tokens"] for row in record["rows"])
     text = page.read_text()
-    assert text.startswith("before\n<!-- kinds -->\nModel `small`, drafter `jacobi`")
+    assert text.startswith("before\n<!-- kinds -->\nModel `small`, drafter `jacobi-tree`")
     assert text.endswith("<!-- /kinds -->\nafter\n") and "old" not in text
     assert "| portrait |" in text and "| all |" in text and "5 of 5" in text
     assert "photo: 100%" in done.stderr, "progress is shown"

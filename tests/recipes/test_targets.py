@@ -45,7 +45,7 @@ def test_command_measures_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     record = json.loads((tmp_path / "run" / "targets.json").read_text())
     identical = [check for check in record["checks"] if check["what"].startswith("identical")]
     assert len(identical) == 10 and all(check["reached"] for check in identical)
-    assert record["settings"]["drafter"] == "jacobi"
+    assert record["settings"]["drafter"] == "jacobi-tree"
     assert "seconds from the prompt to the saved picture" in done.out
     with pytest.raises(SystemExit, match="2"):
         run_script(targets, *options, "--drafter", "nobody", "--out", tmp_path / "other")

@@ -11,6 +11,10 @@ from underdraw import Pipeline
 from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 from underdraw.engine.scheduler import ScheduledImage, Scheduler
 from underdraw.errors import ConfigError
+from underdraw.history import History
+from underdraw.layout import Layout
+from underdraw.models.family import ImageSize
+from underdraw.plan import TreePlan
 from underdraw.request import GenerationRequest
 
 
@@ -171,3 +175,49 @@ def test_plain_decoding_shares_captured_passes(pipe: Pipeline) -> None:
     pipe.graphs = GraphCache(capture=EagerPass)
     assert pipe.plain().graphs is pipe.graphs
     assert pipe.plain()("fox", seed=1).images[0].tobytes() == pipe("fox", seed=1).images[0].tobytes()
+
+
+def test_images_of_several_sizes(pipe: Pipeline) -> None:
+    """Each size has a batch of its own; all of them run in every step."""
+    square, wide = ImageSize(12, 12), ImageSize(8, 12)
+    codes = pipe.model.make_layout(square).codes
+    object.__setattr__(pipe.model, "sizes", (square, wide))
+    object.__setattr__(pipe.model, "make_layout", lambda size: Layout(size.height // 2, size.width // 2, codes))
+    requests = [pipe.request("red fox", seed=seed, height=height) for seed, height in enumerate((12, 8, 12, 8))]
+    scheduler = Scheduler(pipe, slots=3)
+    images = [scheduler.add(request)[0] for request in requests]
+    assert {image.history.layout.height for image, _ in scheduler.step().results} == {6, 4}
+    drain(scheduler)
+    for image, request in zip(images, requests, strict=True):
+        assert image.history.tokens.tolist() == tokens_alone(pipe, request)[0]
+        assert pipe.decode_images([image.history])[0].size == (12, request.size.height)
+
+
+def test_an_error_in_a_pass_fails_its_batch_and_nothing_else(pipe: Pipeline) -> None:
+    scheduler = Scheduler(pipe, slots=3)
+    noisy = scheduler.add(pipe.request("fox", seed=1, num_images_per_prompt=2))
+    (greedy,) = scheduler.add(pipe.request("ghost", seed=2, temperature=0.0))
+    scheduler.step()
+    batch = next(batch for key, batch in scheduler._batches.items() if not key.is_greedy)
+    batch._runner.draft.draft = lambda request: 1 / 0  # type: ignore[method-assign, union-attr]
+    failed = scheduler.step().finished
+    assert set(failed) == set(noisy) and all(isinstance(image.error, ZeroDivisionError) for image in failed)
+    (after,) = scheduler.add(pipe.request("fox", seed=1))
+    drain(scheduler)
+    assert greedy.status == after.status == "finished"
+    assert after.history.tokens.tolist() == tokens_alone(pipe, after.request)[0]
+
+
+def test_a_policy_that_raises_fails_its_image_alone(pipe: Pipeline) -> None:
+    class FailsForSeed2:
+        def plan(self, history: History, step: int) -> TreePlan:
+            if history.seed == 2 and step > 4:
+                raise RuntimeError("no plan")
+            return TreePlan(2, 1, 1, 3)
+
+    pipe.tree = FailsForSeed2()
+    scheduler = Scheduler(pipe, slots=3)
+    images = scheduler.add(pipe.request("fox", seed=1, num_images_per_prompt=3))
+    drain(scheduler)
+    assert [image.status for image in images] == ["finished", "failed", "finished"]
+    assert str(images[1].error) == "no plan"

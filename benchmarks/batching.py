@@ -4,6 +4,8 @@ At every concurrency so many clients ask for an image, wait for it and ask for t
 benchmarks/prompts_kinds.json, so images take different numbers of passes. Plain and speculative decoding; and, in the
 same run, all requests at once in static batches, whose images wait for the slowest one of their batch.
 
+`--render FILE ...` writes the tables of result files to docs/performance.md without measuring.
+
 `--model random:anole-7b` has random weights, which accept nothing: the accepted lengths of a recorded image are forced
 on them, and images are cut to `--rows` rows of cells. Then the result is a time and no picture.
 """
@@ -12,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,6 +40,8 @@ from underdraw.tree import AcceptedPath, DraftTree, Proposal
 from underdraw.verifiers.exact import match_all_nodes
 
 ROOT = Path(__file__).parent
+PAGE = ROOT.parent / "docs" / "performance.md"
+BLOCK = re.compile(r"(<!-- batching -->\n).*?(<!-- /batching -->)", re.S)
 PREFIX = "random:"
 MAX_SLOTS = 64
 
@@ -197,6 +202,38 @@ def measure(pipe: Pipeline, args: argparse.Namespace, report: Any) -> list[dict[
     return rows
 
 
+def render(record: Mapping[str, Any]) -> str:
+    """The table of a result, with what it was measured on."""
+    machine, rows = record["machine"], [row for row in record["rows"] if "error" not in row]
+    hardware = machine["processor"] if machine["cuda"] is None else machine["device"]
+    replayed = ", accepted lengths replayed from a trace" if record["replayed"] else ""
+    static = {row["method"]: row["images_per_second"] for row in rows if row["batching"] != "continuous"}
+    lines = [
+        f"Model `{record['model']}`, drafter `{record['drafter']}`, images of {record['tokens']} tokens{replayed}. "
+        f"{hardware}, {record['dtype']}, {record['numerics']} numerics, torch {machine['torch']}, "
+        f"commit {(machine['commit'] or 'unknown')[:12]}.",
+        "",
+        "| decoding | batching | requests at once | images/s | over static | latency p50 | p95 | tokens per pass |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = row["images_per_second"] / static[row["method"]] if row["method"] in static else float("nan")
+        lines.append(
+            f"| {row['method']} | {row['batching']} | {row['concurrency']} | {row['images_per_second']:.3g} | "
+            f"{ratio:.2f} | {row['latency_p50']:.2f} s | {row['latency_p95']:.2f} s | {row['tokens_per_pass']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def write_tables(page: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the block of a page by the tables of some results."""
+    tables = "\n\n".join(map(render, records))
+    text, count = BLOCK.subn(lambda match: f"{match[1]}{tables}\n{match[2]}", page.read_text(encoding="utf-8"))
+    if count != 1:
+        raise SystemExit(f"{page} must have one block from <!-- batching --> to <!-- /batching -->, and has {count}.")
+    page.write_text(text, encoding="utf-8")
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="tiny")
@@ -212,11 +249,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600, help="no new measurement starts after this")
     parser.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("-o", "--out", type=Path)
+    parser.add_argument("--render", type=Path, nargs="+", metavar="JSON", help="write the tables of these results")
+    parser.add_argument("--page", type=Path, default=PAGE)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
+    if args.render:
+        write_tables(args.page, [json.loads(path.read_text(encoding="utf-8")) for path in args.render])
+        return
     if args.model.startswith(PREFIX):
         drafter = "jacobi" if args.drafter == "auto" else args.drafter
         placement = resolve_placement(args.device, args.dtype)

@@ -19,6 +19,7 @@ import toy_models
 from replay_tape import Tape
 
 from underdraw.drafters.small_model import SmallModel
+from underdraw.engine import slot_sampler
 from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.slot_batch import SlotBatch, bucket_slots
 from underdraw.errors import CapacityError
@@ -219,3 +220,15 @@ def test_other_verifiers_draw_complete_images(name: str, captured: bool, make_ca
     for image in images:
         assert set(image.history.tokens.tolist()) <= set(toy_models.CODES)
         assert np.isfinite(image.history.entropy).all()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_without_precomputed_noise(
+    captured: bool, make_cache: Callable[[], GraphCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables of many slots may be too large; then noise is computed in every pass."""
+    monkeypatch.setattr(slot_sampler, "MAX_TABLE_BYTES", 0)
+    parts = slot_checks.make_parts(
+        toy_models.target(), "jacobi", "chain:depth=3", graphs=make_cache() if captured else None
+    )
+    slot_checks.check_arrivals(parts, toy_models.PLAIN, random.Random(11), guided=False)

@@ -49,9 +49,9 @@ RANDOM = "random:"  # begins the names of models with random weights
 QUALITY_NODES = 64  # of the passes over forced pictures
 PROMPTS = (
     "a fox, 3D render, on a sky blue background",
-    "a red apple, flat icon, on a white background",
-    "an owl, 3D render, on a dark green background",
-    "a sailing boat on the sea",
+    "an owl, 3D render, on a white background",
+    "a cat, 3D render, on a sky blue background",
+    "a horse, 3D render, on a white background",
 )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 from commands import start
 from PIL import Image
@@ -100,11 +101,11 @@ def test_failing_image_leaves_its_neighbours_alone(slow_server: RunningServer, p
     assert_refused(answers[1])
     assert_drawn(answers[0], pipe, 1)
     assert_drawn(answers[2], pipe, 2)
-    with httpx.stream(
-        "POST", slow_server.url + GENERATE, json={"prompt": PROMPT, "seed": FAILING_SEED, "stream": True}
-    ) as answer:
-        text = "".join(answer.iter_text())
-    assert '"code":"drawing_failed"' in text and "secret" not in text
+    client = openai.OpenAI(base_url=f"{slow_server.url}/v1", api_key="unused", max_retries=0)
+    stream = client.images.generate(prompt=PROMPT, stream=True, extra_body={"seed": FAILING_SEED})
+    with pytest.raises(openai.APIError, match="drawing failed") as caught:
+        list(stream)
+    assert caught.value.code == "drawing_failed"
 
 
 def test_crashed_scheduler_is_replaced(

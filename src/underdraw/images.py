@@ -34,6 +34,7 @@ COLORMAP = np.array([(48, 18, 90), (52, 96, 141), (33, 145, 140), (94, 201, 98),
 CAPTION_LINE, CAPTION_CHAR = 11, 6  # pixels of a line and of a character of Pillow's default font
 SHEET_GAP = 4  # pixels between the images of a contact sheet
 JPEG_QUALITY = 80
+SHEET_COMMENT = "contact sheet of underdraw"  # in the file, so that a resumed run recognises its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +168,23 @@ def contact_sheet(
             pen.text((col * step_x, row * step_y + height + line * CAPTION_LINE), words, fill="black")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    mark = PngInfo()
+    mark.add_text("comment", SHEET_COMMENT)
     with atomic_write(path) as file:
-        sheet.save(file, format="PNG" if path.suffix.lower() == ".png" else "JPEG", quality=JPEG_QUALITY)
+        if path.suffix.lower() == ".png":
+            sheet.save(file, format="PNG", pnginfo=mark)
+        else:
+            sheet.save(file, format="JPEG", quality=JPEG_QUALITY, comment=SHEET_COMMENT)
     return path
+
+
+def is_contact_sheet(path: Path) -> bool:
+    """Whether `contact_sheet` wrote a file."""
+    try:
+        comment = read_image(path).info.get("comment", b"")
+    except ConfigError:
+        return False
+    return comment in (SHEET_COMMENT, SHEET_COMMENT.encode())
 
 
 def _has_value(history: History, panel: HeatmapPanel) -> NDArray[np.bool_]:

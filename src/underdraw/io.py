@@ -43,6 +43,13 @@ def cache_dir() -> Path:
         return Path(tempfile.gettempdir()) / f"underdraw-{os.getuid()}"
 
 
+def as_path(value: object, what: str) -> Path:
+    """A path from a user of Python; anything that is no path is an error."""
+    if not isinstance(value, str | os.PathLike) or "\0" in str(value):
+        raise ConfigError(f"{what} {value!r} is not a path; pass text or a pathlib.Path.")
+    return Path(value)
+
+
 def expand_user(path: str | Path) -> Path:
     """The path with `~` and `~user` replaced; a user that does not exist is an error."""
     try:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from underdraw import __version__
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.history import History
+from underdraw.io import as_path
 from underdraw.protocols import ImageTokenizer, PromptedImageTokenizer
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class PipelineOutput(Generic[ImagesT]):
         """
         from underdraw.images import save_png
 
-        images, path = self._pil_images("save()"), Path(path)
+        images, path = self._pil_images("save()"), as_path(path, "the file or folder")
         if path.suffix.lower() == ".png":
             if len(images) > 1:
                 raise ConfigError(f"{path} is one file and the call drew {len(images)} images; pass a folder.")
@@ -122,7 +123,10 @@ class PipelineOutput(Generic[ImagesT]):
 
     def heatmap(self, index: int = 0) -> Image:
         """Accepted length, tree depth, entropy and top-1 probability of every cell of an image, drawn over it."""
-        return self.histories[index].heatmap(self._pil_images("heatmap()")[index])
+        images = self._pil_images("heatmap()")
+        if not isinstance(index, int) or not -len(images) <= index < len(images):
+            raise ConfigError(f"there is no image {index!r}; the call drew {len(images)}, from 0 on.")
+        return self.histories[index].heatmap(images[index])
 
     def _pil_images(self, caller: str) -> list[Image]:
         if not isinstance(self.images, list):

@@ -54,6 +54,7 @@ class PipelineParts:
         self.compile = compile
         self.graphs = make_graph_cache(self.device, compile, numerics)
         self._drafter = load_drafter_by_name(drafter, model)
+        self._interrupted: set[int] = set()  # threads whose call is to end
         self._resolved_tree: TreePolicy | None = None
         self.tree = tree
         self._verifier_spec: str | Verifier = verifier
@@ -84,9 +85,9 @@ class PipelineParts:
     @tree.setter
     def tree(self, spec: str | TreePolicy) -> None:
         _check_part("tree", spec, "plan")
-        self._tree = autotune.build_tree(spec)  # None is auto
-        self._resolved_tree = self._tree
-        self.tree_name = spec if isinstance(spec, str) else policies.describe(spec)
+        name = spec if isinstance(spec, str) else policies.describe(spec)
+        self._tree = autotune.build_tree(spec)  # None is auto; raises before anything has changed
+        self._resolved_tree, self.tree_name = self._tree, name
 
     @property
     def verifier(self) -> Verifier:
@@ -95,9 +96,9 @@ class PipelineParts:
     @verifier.setter
     def verifier(self, spec: str | Verifier) -> None:
         _check_part("verifier", spec, "verify")
-        self._verifier = self._build_verifier(spec, self._drafter.source)
-        self._verifier_spec = spec
-        self.verifier_name = spec if isinstance(spec, str) else verifiers.describe(spec)
+        name = spec if isinstance(spec, str) else verifiers.describe(spec)
+        self._verifier = self._build_verifier(spec, self._drafter.source)  # raises before anything has changed
+        self._verifier_spec, self.verifier_name = spec, name
 
     def _build_verifier(self, spec: str | Verifier, drafter_source: Path | str | None) -> Verifier:
         verifier: Verifier = verifiers.build(spec)
@@ -248,5 +249,5 @@ class PipelineParts:
 
 
 def _check_part(name: str, spec: object, method: str) -> None:
-    if not isinstance(spec, str) and not hasattr(spec, method):
+    if not isinstance(spec, str) and (isinstance(spec, type) or not callable(getattr(spec, method, None))):
         raise ConfigError(f"a {name} must be a name or have a {method}() method, which {spec!r} lacks.")

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ from underdraw.request import (
     Generator,
     RequestOptions,
     Seed,
+    check_integer,
     expand_negative_prompts,
     expand_prompts,
     resolve_seeds,
@@ -64,7 +66,6 @@ class Pipeline(PipelineParts):
     """Text to images. `drafter`, `tree`, `verifier` and `proposal` may be set at any time, by name or as objects."""
 
     max_batch = 16  # images that a call draws at once
-    _interrupted = False
     _progress_bar: Mapping[str, Any] = MappingProxyType({})  # options of tqdm
 
     @classmethod
@@ -174,6 +175,9 @@ class Pipeline(PipelineParts):
         stands for its initial seed.
         """
         defaults, prompts = self.model.defaults, expand_prompts(prompt, num_images_per_prompt)
+        for name, side in (("height", height), ("width", width)):
+            if side is not None:
+                check_integer(name, side)
         self.model.warn_unknown_words(prompts)
         return GenerationRequest(
             prompts=prompts,
@@ -203,10 +207,17 @@ class Pipeline(PipelineParts):
         """
         if output_type not in get_args(OutputType):
             raise ConfigError(f"unknown output_type {output_type!r}; use pil, np, pt or codes.")
+        if not isinstance(request, GenerationRequest):
+            raise ConfigError(f"generate() needs a request, not {type(request).__name__}; make one with request().")
+        if token_stats not in get_args(TokenStatsMode):
+            raise unknown("token_stats", token_stats, get_args(TokenStatsMode))
+        if callback_on_step_end is not None and not callable(callback_on_step_end):
+            raise ConfigError(f"callback_on_step_end {callback_on_step_end!r} cannot be called; pass a function.")
+        thread = threading.get_ident()
         check_pixels(self.model.image_tokenizer, output_type)
         layout = self.model.make_layout(request.size)
         histories = [History(layout, prompt=prompt) for prompt in request.prompts]
-        self._interrupted = False
+        self._interrupted.discard(thread)
         try:
             steps = self.stream(request, histories, token_stats, drafter)
             started = time.perf_counter()
@@ -216,7 +227,7 @@ class Pipeline(PipelineParts):
                     if callback_on_step_end is not None:
                         details = {"step": step, "history": histories[step.sequence]}
                         callback_on_step_end(self, step.index, step.start, details)
-                    if self._interrupted:
+                    if thread in self._interrupted:
                         break
         except torch.OutOfMemoryError as error:
             raise CapacityError(
@@ -302,8 +313,8 @@ class Pipeline(PipelineParts):
         return None if self.proposal == "auto" else cast(Proposal, self.proposal)
 
     def interrupt(self) -> None:
-        """End the running call after this pass; cells without a token are grey."""
-        self._interrupted = True
+        """End this thread's running call after this pass; cells without a token are grey."""
+        self._interrupted.add(threading.get_ident())
 
     def plain(self) -> Pipeline:
         """The same model without speculation: one token per pass, the tokens that `exact` reproduces."""

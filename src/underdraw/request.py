@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
 import torch
 
-from underdraw.engine.decode import check_guidance
 from underdraw.errors import ConfigError
 from underdraw.models.family import ImageSize
 from underdraw.prompts import check_prompt, check_text
-from underdraw.sampling import check_sampling
+from underdraw.ranges import MAX_IMAGES, MAX_SEED, check_guidance, check_sampling
 
 Seed = int | Sequence[int] | None
 Generator = torch.Generator | Sequence[torch.Generator] | None
-MAX_SEED = 2**62 - 1
 
 
 class RequestOptions(TypedDict, total=False):
@@ -50,9 +49,15 @@ class GenerationRequest:
     top_p: float
 
     def __post_init__(self) -> None:
+        lists = (self.prompts, self.negative_prompts, self.seeds)
+        if not all(isinstance(values, list) for values in lists) or len({len(values) for values in lists}) != 1:
+            raise ConfigError("a request needs a prompt, a negative prompt and a seed per image; use pipe.request().")
+        if not isinstance(self.size, ImageSize):
+            raise ConfigError(f"the size {self.size!r} of a request is no ImageSize; use pipe.request().")
         for name in ("guidance", "temperature", "top_p"):
-            if not isinstance(getattr(self, name), Real):
-                raise ConfigError(f"{name} {getattr(self, name)!r} is not a number; pass a number or None.")
+            value = getattr(self, name)
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise ConfigError(f"{name} {value!r} is not a number; pass a number or None.")
         check_integer("top_k", self.top_k)
         check_guidance(self.guidance)
         check_sampling(self.temperature, self.top_k, self.top_p)
@@ -85,7 +90,7 @@ class GenerationRequest:
 
 
 def check_integer(name: str, value: object) -> None:
-    if not isinstance(value, Integral):
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise ConfigError(f"{name} {value!r} is not a whole number; pass an int.")
 
 
@@ -97,6 +102,8 @@ def expand_prompts(prompt: str | Sequence[str], images_per_prompt: int) -> list[
     check_integer("num_images_per_prompt", images_per_prompt)
     if images_per_prompt < 1:
         raise ConfigError(f"num_images_per_prompt is {images_per_prompt}; use at least 1.")
+    if len(texts) * images_per_prompt > MAX_IMAGES:
+        raise ConfigError(f"{len(texts)} x {images_per_prompt} images are more than {MAX_IMAGES}; draw fewer at once.")
     for text in texts:
         check_prompt(text)
     return [text for text in texts for _ in range(images_per_prompt)]
@@ -124,9 +131,9 @@ def expand_negative_prompts(
 def _texts(value: str | Sequence[str], name: str) -> list[str]:
     if isinstance(value, str):
         return [value]
-    if not isinstance(value, Iterable):
+    if not isinstance(value, Iterable) or isinstance(value, bytes | Mapping | torch.Tensor):
         raise ConfigError(f"a {name} must be text or a list of texts, not {type(value).__name__}.")
-    return list(value)
+    return list(itertools.islice(value, MAX_IMAGES + 1))
 
 
 def resolve_seeds(seed: Seed, generator: Generator, images: int) -> list[int]:
@@ -134,21 +141,21 @@ def resolve_seeds(seed: Seed, generator: Generator, images: int) -> list[int]:
     if seed is not None and generator is not None:
         raise ConfigError("both seed and generator were passed; use one of them.")
     if isinstance(generator, Iterable):
-        seed = [_initial_seed(item) for item in generator]
+        seed = [_initial_seed(item) for item in itertools.islice(generator, MAX_IMAGES + 1)]
     elif generator is not None:
         seed = _initial_seed(generator)
     if seed is None:
         seed = secrets.randbelow(2**31)
     if isinstance(seed, Integral):
         seeds = [int(seed) + index for index in range(images)]
-    elif isinstance(seed, Iterable) and not isinstance(seed, str):
-        seeds = list(seed)
+    elif isinstance(seed, Iterable) and not isinstance(seed, str | bytes | Mapping):
+        seeds = list(itertools.islice(seed, MAX_IMAGES + 1))
     else:
         raise ConfigError(f"seed {seed!r} is not allowed; use a whole number, or a list with one per image.")
     if len(seeds) != images:
         raise ConfigError(f"{len(seeds)} seeds came with {images} images; pass one seed, or one per image.")
     for value in seeds:
-        if not isinstance(value, Integral) or not 0 <= int(value) <= MAX_SEED:
+        if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= MAX_SEED:
             raise ConfigError(f"seed {value!r} is not allowed; use whole numbers from 0 to 2**62 - 1.")
     return [int(value) for value in seeds]
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
+from underdraw.ranges import MAX_SEED, check_sampling
 
 NoiseStream = Literal["target", "draft", "accept"]
 _STREAM_IDS: dict[NoiseStream, int] = {"target": 0, "draft": 1, "accept": 2}
@@ -72,18 +73,6 @@ def gumbel(seeds: Tensor, steps: Tensor, count: int, stream: NoiseStream = "targ
     return exponential.log_().neg_().float()
 
 
-def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    """Raise a ConfigError for sampling settings that are out of range."""
-    if not math.isfinite(temperature) or temperature < 0:
-        raise ConfigError(f"temperature {temperature} must be 0 (greedy) or a positive number.")
-    if 0 < temperature < 1e-4:
-        raise ConfigError(f"temperature {temperature} is too small to divide by; use 0 for greedy or at least 0.0001.")
-    if top_k < 0:
-        raise ConfigError(f"top_k {top_k} must be 0 (off) or a positive number of codes.")
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"top_p {top_p} must lie in (0, 1]; 1 turns it off.")
-
-
 class Sampler:
     """Temperature, filters and seeds of a batch of B images with one layout."""
 
@@ -100,7 +89,7 @@ class Sampler:
         check_sampling(temperature, top_k, top_p)
         if not seeds:
             raise ConfigError("there are no seeds; a batch needs one seed per image.")
-        if any(seed != int(seed) or not 0 <= seed < 2**62 for seed in seeds):
+        if any(seed != int(seed) or not 0 <= seed <= MAX_SEED for seed in seeds):
             raise ConfigError(f"seeds {list(seeds)} must be whole numbers from 0 to 2**62 - 1.")
         self.layout = layout
         self.temperature = float(temperature)

@@ -125,6 +125,7 @@ def underdraw(
 
 def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, name: str = "underdraw") -> int:
     """Run a command, `underdraw` or a script of its own; returns the exit code."""
+    open_streams()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that choosing a BLAS library is experimental
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -133,6 +134,7 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
     level = log.level
     try:
         code = command(args=arguments, prog_name=name, standalone_mode=False)
+        sys.stdout.flush()  # a full disk or a closed pipe is noticed here, not when Python ends
     except UsageError as error:
         return print_error(error.format_message())
     except UnderdrawError as error:
@@ -142,6 +144,9 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
         if package in ("", "underdraw"):
             raise
         return print_error(f"this needs the package {package}, which is not installed; pip install {package}.")
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
         return print_error(f"{name}{error.strerror or error}.")
@@ -152,6 +157,15 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
     if code == INTERRUPTED:
         print("stopped.", file=sys.stderr)
     return code if isinstance(code, int) else 0
+
+
+def open_streams() -> None:
+    """Put /dev/null where stdin, stdout or stderr is closed, so that no other file gets their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def print_error(message: str, code: int = USER_ERROR) -> int:

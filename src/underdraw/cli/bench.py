@@ -14,6 +14,8 @@ from underdraw.cli.outputs import check_folder
 from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError, UnderdrawError
 from underdraw.extras import require_package
+from underdraw.io import FolderLock
+from underdraw.ranges import MAX_IMAGES, check_number, check_seed
 
 if TYPE_CHECKING:
     from underdraw.bench.runner import BenchPlan
@@ -155,8 +157,9 @@ def bench(
     for name, value in (("--limit", limit), ("--repeats", repeats)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} leaves nothing to measure; use at least 1.")
-    if not 0 <= seed < 2**61:
-        raise ConfigError(f"--seed {seed} is not allowed; use a whole number from 0 to 2**61 - 1.")
+        check_number(name, value, 1, MAX_IMAGES)
+    for number in temperature or (1.0,):
+        options.check_sampling_options(guidance, number, top_k, top_p, seed)
     check_folder(out)
     for package in ("pandas", "scipy"):  # for the summary; better missed now than after hours of measuring
         require_package(package, "bench", "underdraw bench")
@@ -175,7 +178,10 @@ def bench(
         pipe = Pipeline(pipe.model, drafter=pipe.model.drafter_folders[0].name)  # even if auto is another one
 
     texts = _select_prompts(pipe, texts, overlong, limit or experiment.prompts)
-    temperatures = tuple(temperature or experiment.temperatures)
+    temperatures = tuple(dict.fromkeys(temperature or experiment.temperatures))
+    if len(texts) * repeats * len(temperatures) * (1 + len(experiment.methods)) > MAX_IMAGES:
+        raise ConfigError(f"--repeats {repeats} asks for more than {MAX_IMAGES} images; use less.")
+    check_seed(seed, len(texts))
     plan = BenchPlan(
         experiment.methods,
         temperatures,
@@ -187,13 +193,15 @@ def bench(
         experiment.has_cost_model,
     )
     sampling = {"guidance_scale": guidance, "top_k": top_k, "top_p": top_p}
-    _run(pipe, plan, sampling, out, force=force, json=json, quiet=quiet)
+    with FolderLock(out, "a benchmark"):
+        _run(pipe, plan, sampling, out, force=force, json=json, quiet=quiet)
 
 
 def _choose_methods(preset: str | None, tree: Many, verifier: Many, drafter: Many, proposal: Many) -> Preset:
     """The preset, or an unnamed one with every combination of the options."""
     if preset is None:
-        methods = method_grid(tree or ["auto"], verifier or ["exact"], drafter or ["auto"], proposal or ["auto"])
+        parts = (tree or ["auto"], verifier or ["exact"], drafter or ["auto"], proposal or ["auto"])
+        methods = method_grid(*(list(dict.fromkeys(part)) for part in parts))
         return Preset("", "", methods, (1.0,))
     conflicts = [
         f"--{name}" for name, value in (("tree", tree), ("verifier", verifier), ("proposal", proposal)) if value

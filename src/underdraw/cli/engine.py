@@ -27,6 +27,7 @@ underdraw bench engine --model random:anole-7b --out anole.json
 underdraw bench engine --model random:anole-7b --replay ghost.trace.json --replay-drafter block --out anole.json
 """
 PREFIX = "random:"
+MAX_PASSES = 10**5
 DRAFTER_KINDS = ("eagle", "block", "jacobi")
 MEASURED = "Measurement"
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -93,16 +94,19 @@ def engine(
     numerics: options.Numerics = "row-invariant",
     weights: options.Weights = "full",
     out: Out = None,
+    force: options.ForceFile = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Time passes of every size against the memory bandwidth bound and transformers, without a checkpoint."""
     if not model.startswith(PREFIX):
         raise ConfigError(f"--model {model} has no published shape; use {PREFIX}anole-7b or another one of --help.")
-    if not 1 <= batch <= 8 or passes < 1:
-        raise ConfigError(f"--batch {batch} must be from 1 to 8, and --passes {passes} at least 1.")
+    if not 1 <= batch <= 8 or not 1 <= passes <= MAX_PASSES:
+        raise ConfigError(f"--batch {batch} must be from 1 to 8, and --passes {passes} from 1 to {MAX_PASSES}.")
+
+    options.check_sampling_options(None, temperature, None, None, None)
     if out is not None:
-        check_file(out)
+        check_file(out, force=force)
     traces = _load_traces(replay or [], replay_drafter or [])
     with stages(f"loading {model}", silent=json or quiet) as set_stage:
         from dataclasses import replace

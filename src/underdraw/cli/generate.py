@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from underdraw.cli import options, scale_options
-from underdraw.cli.outputs import check_file, check_folder, check_new_file, check_new_png
+from underdraw.cli.outputs import check_file, check_folder, check_outputs, check_png, real_path
 from underdraw.cli.scale_options import ScaleOptions
 from underdraw.errors import ConfigError
 from underdraw.extras import require_package
@@ -201,9 +201,7 @@ class GenerateOptions:
         if self.format == "parquet":
             require_package("pyarrow", "formats", "--format parquet")
         if self.sheet is not None:
-            if self.sheet.suffix.lower() not in SHEET_SUFFIXES:
-                raise ConfigError(f"{self.sheet} must end in one of {', '.join(SHEET_SUFFIXES)}.")
-            check_file(self.sheet)
+            self._check_sheet(self.sheet, self.out)
         check_folder(self.out)
 
     def _check_files(self) -> None:
@@ -216,21 +214,29 @@ class GenerateOptions:
         ):
             if is_set:
                 raise ConfigError(f"{name} is for many images; draw several, with --prompts FILE or --n.")
-        images = [path for path in (self.out, self.heatmap, self.compare_image) if path is not None]
-        if len({path.resolve() for path in images}) < len(images):
-            raise ConfigError(f"{images[-1]} is named twice; give every output its own name.")
-        for path in images:
-            check_new_png(path, force=self.force)
-        if self.trace is not None:
-            check_new_file(self.trace, force=self.force)
+        images = {"--out": self.out, "--heatmap": self.heatmap, "--compare-image": self.compare_image}
+        for option, path in images.items():
+            check_png(option, path)
+        check_outputs({**images, "--trace": self.trace}, force=self.force)
+
+    def _check_sheet(self, sheet: Path, out: Path) -> None:
+        """A sheet must not be a file of the run; that of an earlier start of the same run is replaced."""
+        from underdraw.images import is_contact_sheet
+
+        if sheet.suffix.lower() not in SHEET_SUFFIXES:
+            raise ConfigError(f"{sheet} must end in one of {', '.join(SHEET_SUFFIXES)}.")
+        if real_path(sheet.parent) == real_path(out) and sheet.suffix.lower() == ".png":
+            raise ConfigError(f"{sheet} could be a picture of the run; put the sheet elsewhere, or name it .jpg.")
+        check_file(sheet, force=self.force, is_own=is_contact_sheet)
 
     def image_path(self, seed: int) -> Path:
         """Where a single image goes: --out, or a name made of prompt and seed."""
         if self.out is not None:
             return self.out
-        words = "-".join(re.findall(r"\w+", self.prompt.lower()))[:60].strip("-")
-        path = Path(f"{words or 'image'}-{seed}.png")
-        check_new_png(path, force=self.force)
+        words = "-".join(re.findall(r"\w+", self.prompt.lower()))[:60].encode()[:120].decode(errors="ignore")
+        path = Path(f"{words.strip('-') or 'image'}-{seed}.png")
+        others = {"--heatmap": self.heatmap, "--compare-image": self.compare_image, "--trace": self.trace}
+        check_outputs({**others, "the image": path}, force=self.force)
         return path
 
 
@@ -285,6 +291,7 @@ def generate(
         heatmap=heatmap, trace=trace, sheet=sheet, json=json, quiet=quiet,
     )  # fmt: skip
     selected.check()
+    options.check_sampling_options(guidance, temperature, top_k, top_p, seed)
     if quiet:
         logging.getLogger("underdraw").setLevel(logging.ERROR)  # until `main` returns
     loading: dict[str, Any] = {

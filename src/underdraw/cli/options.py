@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from underdraw.ranges import check_guidance, check_sampling, check_seed
 from underdraw.registry import policies
 
 if TYPE_CHECKING:
@@ -131,6 +132,9 @@ Seed = Annotated[
         "from it and this one. Without it, a random one, which is printed.",
     ),
 ]
+ForceFile = Annotated[
+    bool, typer.Option("--force", "-f", rich_help_panel=OUTPUT, help="Replace the result file if it exists.")
+]
 Json = Annotated[
     bool,
     typer.Option("--json", rich_help_panel=OUTPUT, help="Print one JSON object as the last line and no progress."),
@@ -151,6 +155,17 @@ Overlong = Annotated[
     Literal["refuse", "skip"],
     typer.Option(rich_help_panel=PROMPTS, help="What to do with prompts that are too long for the model."),
 ]
+
+
+def check_sampling_options(
+    guidance: float | None, temperature: float | None, top_k: int | None, top_p: float | None, seed: int | None
+) -> None:
+    """Raise for sampling options that no model takes, before one is loaded."""
+    check_seed(0 if seed is None else seed)
+    check_guidance(1.0 if guidance is None else guidance)
+    check_sampling(
+        0.0 if temperature is None else temperature, 0 if top_k is None else top_k, 1.0 if top_p is None else top_p
+    )
 
 
 def load_pipeline(

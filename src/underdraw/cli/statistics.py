@@ -50,13 +50,16 @@ def statistics(
     tree: options.Tree = "auto",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    force: options.ForceFile = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Measure a model's entropy, its drafter's acceptance by rank and depth, and how both correlate with neighbours."""
     if limit < 1:
         raise ConfigError(f"--limit {limit} leaves nothing to measure; use at least 1.")
-    check_file(out)
+    for number in temperature or (1.0,):
+        options.check_sampling_options(None, number, None, None, seed)
+    check_file(out, force=force)
     from underdraw.prompts import load_prompts
 
     texts = load_prompts(prompts)[:limit]
@@ -69,7 +72,7 @@ def statistics(
     pipe, _ = options.load_pipeline(model, drafter, tree, "exact", device, dtype, silent=json or quiet)
     for text in texts:
         pipe.model.check_prompt(text)
-    temperatures = tuple(temperature or (1.0, 0.0))
+    temperatures = tuple(dict.fromkeys(temperature or (1.0, 0.0)))
     with image_counter("measuring", len(texts) * len(temperatures), silent=json or quiet) as bar:
         record = measure(pipe, texts, temperatures, seed=seed, on_picture=lambda: bar.update())
     atomic_write_json(out, record)

@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from underdraw.cli import options
+from underdraw.cli.outputs import check_folder
 from underdraw.errors import ConfigError
+from underdraw.ranges import check_number, check_seed
 
 if TYPE_CHECKING:
     from underdraw.models.family import LoadedModel
 
+MAX_SAMPLES, MAX_BATCH = 10**7, 4096
+MAX_COUNTS = {"layers": 64, "depth": 127, "batch": MAX_BATCH}
 INPUT, NET, TRAINING = "Input", "Drafter", "Training"
 app = typer.Typer(
     add_completion=False,
@@ -107,6 +111,12 @@ def samples(
     """Sample images from a model, or encode image files, for a drafter to learn from."""
     if (prompts is None) == (images is None):
         raise ConfigError("give either --prompts FILE to sample images, or --images FOLDER to encode them.")
+    check_number("--count", count, 1, MAX_SAMPLES)
+    check_number("--batch", batch, 1, MAX_BATCH)
+    check_seed(seed, count)
+    for number in temperature or []:
+        options.check_sampling_options(None, number, None, None, None)
+    check_folder(out)
     from underdraw.prompts import load_prompts
     from underdraw.training.samples import encode_samples, generate_samples, read_captioned_images
 
@@ -151,6 +161,18 @@ def drafter(
     dtype: options.Dtype = "auto",
 ) -> None:
     """Train a drafter for a model on its samples. Many GPUs: `accelerate launch -m underdraw train drafter ...`."""
+    check_training_options(
+        seconds=seconds, pause=pause, learning_rate=learning_rate, report_every=report_every,
+        evaluate_every=evaluate_every,
+    )  # fmt: skip
+    counts = {"layers": layers, "depth": depth, "batch": batch, "accumulate": accumulate, "roots": roots}
+    counts |= {"markov-dim": markov_dim, "held-out": held_out, "evaluate-images": evaluate_images}
+    for name, value in counts.items():
+        check_number(f"--{name}", value, 1, MAX_COUNTS.get(name, 10**5))
+    for name, value in {"ffn": ffn, "kv-heads": kv_heads}.items():
+        check_number(f"--{name}", value, 0, 2**16)
+    check_seed(seed)
+    check_folder(out)
     from underdraw.training.drafter import DrafterOptions, train_drafter
     from underdraw.training.samples import Samples
     from underdraw.training.trainer import Processes
@@ -172,6 +194,15 @@ def drafter(
     )  # fmt: skip
     if processes.is_main:
         print(f"{out}: loss {quality.loss:.4f}, top-1 acceptance {quality.sampled[0][0]:.2f}; details in README.md")
+
+
+def check_training_options(**values: float) -> None:
+    """Raise for seconds and rates that a training cannot have; `--pause` may be infinite."""
+    for name, value in values.items():
+        most = 10.0 if name == "learning_rate" else math.inf
+        if not 0 < value <= most or (math.isinf(value) and name != "pause"):  # also refuses nan
+            limit = f" and at most {most:g}" if most < math.inf else ""
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g} is not allowed; use a number above 0{limit}.")
 
 
 def start_logging(*, is_main: bool = True) -> None:

@@ -19,6 +19,7 @@ from underdraw.errors import ConfigError
 from underdraw.history import History, StepResult, TokenStats
 from underdraw.plan import TreePlan
 from underdraw.protocols import Drafter, Prompt, Target, TreePolicy, Verifier
+from underdraw.ranges import check_guidance
 from underdraw.sampling import Sampler
 from underdraw.tree import Proposal
 
@@ -121,11 +122,6 @@ def collect_passes(steps: Iterator[StepResult], max_passes: int | None = None) -
             if len(results) == max_passes:
                 break
     return results
-
-
-def check_guidance(guidance: float) -> None:
-    if not guidance >= 0 or guidance == float("inf"):
-        raise ConfigError(f"guidance {guidance} must be a number of at least 0; 1 turns it off.")
 
 
 def resolve_proposal(verifier: Verifier, proposal: Proposal | None) -> Proposal:

@@ -90,7 +90,7 @@ class Checkpoint:
         Searched in the checkpoint's folder, its `companions` and, if `nearby`, its parent folder and the folders listed
         in $UNDERDRAW_FILES.
         """
-        listed = [Path(part).expanduser() for part in os.environ.get(COMPANION_FOLDERS, "").split(os.pathsep) if part]
+        listed = [expand_user(part) for part in os.environ.get(COMPANION_FOLDERS, "").split(os.pathsep) if part]
         folders = [self.folder, self.folder / COMPANIONS, *([self.folder.parent, *listed] if nearby else ())]
         for folder in folders:
             for name in (*names, Path(names[0]).stem):

@@ -37,6 +37,13 @@ class HubOptions:
     cache_dir: str | None = None
     local_files_only: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("revision", "token", "cache_dir"):
+            value = getattr(self, name)
+            is_token = name == "token" and isinstance(value, bool)  # True: the one that is logged in
+            if value is not None and not is_token and not isinstance(value, str | Path):
+                raise ConfigError(f"{name} {value!r} is no text; pass a str or None.")
+
     def as_arguments(self) -> dict[str, Any]:
         """The arguments of huggingface_hub's functions."""
         return {

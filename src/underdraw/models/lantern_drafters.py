@@ -18,6 +18,7 @@ from underdraw.calibration import Calibration
 from underdraw.drafters.eagle import Eagle, EagleNet
 from underdraw.drafters.padded_eagle import PaddedEagle
 from underdraw.errors import CheckpointError
+from underdraw.io import expand_user
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import ImageSize, LoadedModel
 from underdraw.models.hub import HubOptions, download_files
@@ -124,7 +125,7 @@ def load_nearest_codes(
     """
     count = codebook.shape[0]
     table_name = f"top_{count - 1}_indices.npy"
-    folder = None if drafter is None else Path(drafter).expanduser()
+    folder = None if drafter is None else expand_user(drafter)
     if folder is not None and not folder.is_dir():
         folder = download_files(str(drafter), replace(hub or HubOptions(), revision=None), [table_name])
     if folder is None or not (folder / table_name).exists():

@@ -23,7 +23,7 @@ from underdraw.errors import (
     first_line,
     unknown,
 )
-from underdraw.io import read_json
+from underdraw.io import expand_user, read_json
 from underdraw.models.checkpoint import SAVED_CHOICES_FILE, TRAINED_BY_UNDERDRAW, Checkpoint, open_checkpoint
 from underdraw.models.family import Family, LoadedModel, Placement
 from underdraw.models.hub import HubOptions, download, is_hub_id
@@ -44,7 +44,7 @@ def resolve_placement(device: str | torch.device, dtype: str | torch.dtype) -> P
     """Turn names into a device and a dtype. `auto` means CUDA with bfloat16 if available, else the CPU with float32."""
     try:
         resolved = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    except RuntimeError:
+    except (RuntimeError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:N.") from None
     if resolved.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r} is not supported; use auto, cpu, cuda or cuda:N.")
@@ -54,10 +54,12 @@ def resolve_placement(device: str | torch.device, dtype: str | torch.dtype) -> P
             "or one of them."
         )
     if isinstance(dtype, torch.dtype):
+        if dtype not in DTYPES.values():
+            raise ConfigError(f"dtype {dtype} is not supported; use {', '.join(DTYPES)}.")
         return Placement(resolved, dtype)
     if dtype == "auto":
         return Placement(resolved, torch.float32 if resolved.type == "cpu" else torch.bfloat16)
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}.")
     return Placement(resolved, DTYPES[dtype])
 
@@ -181,7 +183,7 @@ class LoadedDrafter:
 def load_drafter_by_name(spec: str | Drafter, model: LoadedModel) -> LoadedDrafter:
     """Load "auto", a drafter shipped with the model, a registered one, a folder or an `owner/name` of the hub."""
     if not isinstance(spec, str):
-        if not hasattr(spec, "open"):
+        if isinstance(spec, type) or not callable(getattr(spec, "open", None)) or not hasattr(spec, "proposes"):
             raise ConfigError(f"a drafter must be a name or have an open() method, which {spec!r} lacks.")
         return LoadedDrafter(drafters.describe(spec), spec)
     shipped = {path.name: path for path in model.drafter_folders}
@@ -193,7 +195,7 @@ def load_drafter_by_name(spec: str | Drafter, model: LoadedModel) -> LoadedDraft
     if name not in shipped and parse(name).name in drafters.names():
         return LoadedDrafter(name, drafters.build(name))
     source = shipped.get(name, name)
-    if not Path(source).expanduser().is_dir() and not is_hub_id(name):
+    if not expand_user(source).is_dir() and not is_hub_id(name):
         raise ConfigError(
             f"there is no drafter {spec!r}; use auto, one of {', '.join([*shipped, *drafters.names()])}, a folder or "
             "an owner/name of the Hugging Face hub."
@@ -203,7 +205,7 @@ def load_drafter_by_name(spec: str | Drafter, model: LoadedModel) -> LoadedDraft
 
 def load_drafter_files(source: str | Path, model: LoadedModel) -> Drafter:
     """Load the weights of a drafter, in our format or LANTERN's; one that was trained for another target is refused."""
-    folder = Path(source).expanduser()
+    folder = expand_user(source)
     if not folder.is_dir():
         folder = download(str(source), replace(model.hub, revision=None))  # `revision` is the model repository's
     is_trained = (folder / TRAINED_BY_UNDERDRAW).exists()

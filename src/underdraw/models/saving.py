@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from underdraw.errors import ConfigError, UnsupportedError, first_line
-from underdraw.io import read_json
+from underdraw.io import as_path, read_json
 from underdraw.models.checkpoint import INDEX_FILES, SAVED_CHOICES_FILE, Checkpoint, read_tensors, tensor_shapes
 from underdraw.models.family import LoadedModel
 from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES
@@ -30,7 +30,7 @@ def save_checkpoint(
     offline, and so is `drafter_folder`, for a drafter that did not come with the model. The default image size is
     recorded. The folder appears complete or not at all.
     """
-    folder = Path(folder)
+    folder = as_path(folder, "the folder")
     if model.path is None:
         raise UnsupportedError(f"{model.name} was not loaded from files; there is nothing to copy.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from underdraw.request import MAX_SEED
+from underdraw.ranges import MAX_SEED
 
 MAX_PROMPT = 32_000  # characters, as in OpenAI's API
 MAX_IMAGES, MAX_PARTIAL_IMAGES = 10, 3

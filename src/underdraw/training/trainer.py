@@ -36,7 +36,7 @@ from underdraw.io import atomic_write, check_regular, remove_unfinished
 from underdraw.nn.weights import check_finite, load_weights
 
 log = logging.getLogger(__name__)
-MAX_LEARNING_RATE, MAX_COUNT = 10.0, 10**6
+MAX_COUNT = 10**6
 STATE, WEIGHTS = "state.pt", "model-0.safetensors"
 
 
@@ -58,10 +58,9 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         for name in ("seconds", "pause", "learning_rate", "decay", "report_every", "evaluate_every"):
-            value, most = getattr(self, name), MAX_LEARNING_RATE if name == "learning_rate" else math.inf
-            if not 0 < value <= most or (name == "seconds" and math.isinf(value)):  # also refuses nan
-                limit = f" and at most {most:g}" if most < math.inf else ""
-                raise ConfigError(f"--{name.replace('_', '-')} {value:g} is not allowed; use a number above 0{limit}.")
+            value = getattr(self, name)
+            if not value > 0 or (math.isinf(value) and name in ("seconds", "learning_rate")):  # also refuses nan
+                raise ConfigError(f"--{name.replace('_', '-')} {value:g} is not allowed; use a number above 0.")
         check_counts("a training", MAX_COUNT, batch=self.batch, warmup=self.warmup)
 
 
@@ -137,7 +136,7 @@ class Trainer(ABC):
         self.options, self.parameters, self.ema_parameters = options, parameters, ema_parameters
         self.optimizers = optimizers
         self.processes = processes or Processes()
-        self.generator = torch.Generator().manual_seed(options.seed * 1009 + self.processes.rank)
+        self.generator = torch.Generator().manual_seed((options.seed * 1009 + self.processes.rank) % 2**63)
         self.steps = 0
         self.warm_steps = 0  # steps since the optimisers' moments were empty
         self.seconds = 0.0
@@ -266,7 +265,7 @@ class Trainer(ABC):
         if self.processes.is_main:
             self.generator.set_state(state["generator"])
         else:  # the saved state is the main process's; the others must not draw the same batches
-            self.generator.manual_seed(self.options.seed * 1009 + self.processes.rank + (self.steps << 20))
+            self.generator.manual_seed((self.options.seed * 1009 + self.processes.rank + (self.steps << 20)) % 2**63)
 
     def _check_finite(self) -> None:
         try:

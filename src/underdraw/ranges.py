@@ -1,0 +1,42 @@
+"""Ranges of the numbers that users give: seeds, counts, sampling settings. No torch: bad options answer at once."""
+
+from __future__ import annotations
+
+import math
+
+from underdraw.errors import ConfigError
+
+MAX_SEED = 2**62 - 1
+MAX_GUIDANCE = 10**4  # far above any use; larger ones overflow float32
+MAX_IMAGES = 10**6  # of one call or command
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Raise a ConfigError for sampling settings that are out of range."""
+    if not math.isfinite(temperature) or temperature < 0:
+        raise ConfigError(f"temperature {temperature} must be 0 (greedy) or a positive number.")
+    if 0 < temperature < 1e-4:
+        raise ConfigError(f"temperature {temperature} is too small to divide by; use 0 for greedy or at least 0.0001.")
+    if top_k < 0:
+        raise ConfigError(f"top_k {top_k} must be 0 (off) or a positive number of codes.")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top_p {top_p} must lie in (0, 1]; 1 turns it off.")
+
+
+def check_guidance(guidance: float) -> None:
+    """Raise a ConfigError for a guidance scale that is out of range."""
+    if not 0 <= guidance <= MAX_GUIDANCE:  # also refuses nan
+        raise ConfigError(f"guidance {guidance} must be a number of at least 0 and at most {MAX_GUIDANCE}; 1 is off.")
+
+
+def check_seed(seed: int, images: int = 1) -> None:
+    """Raise a ConfigError unless the seeds of all images, seed + i, are in the range of seeds."""
+    if not 0 <= seed <= MAX_SEED - (images - 1):
+        last = f"; that of the last image is {seed + images - 1}" if 0 <= seed <= MAX_SEED else ""
+        raise ConfigError(f"seed {seed} is not allowed; use whole numbers from 0 to 2**62 - 1{last}.")
+
+
+def check_number(option: str, value: float | None, low: float, high: float) -> None:
+    """Raise a ConfigError unless an option is left out or lies in the range, both ends included."""
+    if value is not None and not low <= value <= high:  # also refuses nan
+        raise ConfigError(f"{option} {value} is out of range; use {low:g} to {high:g}.")

@@ -43,7 +43,7 @@ class PipelineParts:
         compile: Compile = "auto",
         numerics: Numerics = "row-invariant",
     ) -> None:
-        if numerics not in get_args(Numerics):
+        if not isinstance(numerics, str) or numerics not in get_args(Numerics):
             raise unknown("numerics", numerics, get_args(Numerics))
         if numerics == "fastest" and is_quantized(model.placement.weights):
             raise ConfigError(
@@ -116,7 +116,7 @@ class PipelineParts:
 
     @proposal.setter
     def proposal(self, name: str) -> None:
-        if name not in ("auto", *get_args(Proposal)):
+        if not isinstance(name, str) or name not in ("auto", *get_args(Proposal)):
             raise unknown("proposal", name, ("auto", *get_args(Proposal)))
         self._proposal = name
 

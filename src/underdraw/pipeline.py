@@ -205,11 +205,11 @@ class Pipeline(PipelineParts):
         image of every target pass; `pipe.interrupt()` inside it ends the call. `token_stats="keep"` records entropy
         and top-1 probability of every cell for heat maps. `drafter` replaces the pipeline's for this call.
         """
-        if output_type not in get_args(OutputType):
+        if not isinstance(output_type, str) or output_type not in get_args(OutputType):
             raise ConfigError(f"unknown output_type {output_type!r}; use pil, np, pt or codes.")
         if not isinstance(request, GenerationRequest):
             raise ConfigError(f"generate() needs a request, not {type(request).__name__}; make one with request().")
-        if token_stats not in get_args(TokenStatsMode):
+        if not isinstance(token_stats, str) or token_stats not in get_args(TokenStatsMode):
             raise unknown("token_stats", token_stats, get_args(TokenStatsMode))
         if callback_on_step_end is not None and not callable(callback_on_step_end):
             raise ConfigError(f"callback_on_step_end {callback_on_step_end!r} cannot be called; pass a function.")

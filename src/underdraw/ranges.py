@@ -33,7 +33,7 @@ def check_seed(seed: int, images: int = 1) -> None:
     """Raise a ConfigError unless the seeds of all images, seed + i, are in the range of seeds."""
     if not 0 <= seed <= MAX_SEED - (images - 1):
         last = f"; that of the last image is {seed + images - 1}" if 0 <= seed <= MAX_SEED else ""
-        raise ConfigError(f"seed {seed} is not allowed; use whole numbers from 0 to 2**62 - 1{last}.")
+        raise ConfigError(f"--seed {seed} is not allowed; use whole numbers from 0 to 2**62 - 1{last}.")
 
 
 def check_number(option: str, value: float | None, low: float, high: float) -> None:

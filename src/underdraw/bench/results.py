@@ -111,7 +111,7 @@ class ResultFolder:
         self.rows = {PictureKey.from_row(row): row for row in self._row_store.resume()}
         self.cells = {
             PictureKey.from_row(line): {RENAMED_COLUMNS.get(name, name): value for name, value in line.items()}
-            for line in self._cell_store.resume()
+            for line in self._cell_store.resume(keep=lambda line: PictureKey.from_row(line) in self.rows)
         }
 
 

@@ -201,7 +201,7 @@ def _choose_methods(preset: str | None, tree: Many, verifier: Many, drafter: Man
     """The preset, or an unnamed one with every combination of the options."""
     if preset is None:
         parts = (tree or ["auto"], verifier or ["exact"], drafter or ["auto"], proposal or ["auto"])
-        methods = method_grid(*(list(dict.fromkeys(part)) for part in parts))
+        methods = method_grid(*parts)
         return Preset("", "", methods, (1.0,))
     conflicts = [
         f"--{name}" for name, value in (("tree", tree), ("verifier", verifier), ("proposal", proposal)) if value

@@ -301,7 +301,7 @@ def make_graph_cache(device: torch.device, compile: Compile, numerics: Numerics 
 
     Row-invariant passes consist of kernels of their own; those of `fastest` numerics are compiled if possible.
     """
-    if compile not in get_args(Compile):
+    if not isinstance(compile, str) or compile not in get_args(Compile):
         raise unknown("compile", compile, get_args(Compile))
     if compile == "off" or (device.type != "cuda" and compile == "auto"):
         return None

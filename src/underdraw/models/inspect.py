@@ -18,7 +18,7 @@ from underdraw.models.checkpoint import (
 )
 from underdraw.models.family import Family, ModelSpec, Placement
 from underdraw.models.hub import WEIGHT_SUFFIXES
-from underdraw.models.loading import all_families, find_family
+from underdraw.models.loading import all_families, explain_errors, find_family
 from underdraw.nn.quantization import decoder_bytes
 from underdraw.nn.quantized_weight import QuantizedFormat
 from underdraw.nn.transformer import Arch, Transformer
@@ -89,6 +89,11 @@ def count_stored_parameters(folder: Path) -> int:
 
 def inspect(checkpoint: Checkpoint) -> Report:
     """Report on a folder, file or repository without loading its weights."""
+    with explain_errors(checkpoint.name, Placement(torch.device("cpu"), torch.float32)):
+        return _inspect(checkpoint)
+
+
+def _inspect(checkpoint: Checkpoint) -> Report:
     report = _inspect_part(checkpoint)
     if report is not None:
         return report

@@ -98,8 +98,8 @@ def open_model(name: str | Path, hub: HubOptions | None = None) -> Checkpoint:
 
 def load_model(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     """Load a checkpoint with its family's loader; whatever is wrong with its files is reported in one sentence."""
-    family = detect_family(checkpoint)
-    with _explain_errors(checkpoint.name, placement):
+    with explain_errors(checkpoint.name, placement):
+        family = detect_family(checkpoint)
         check_weights_fit(family, checkpoint, placement)
         model = family.load(checkpoint, placement)
         parts = {"decoder": model.target.net, "projection": model.target.projection, "tokenizer": model.image_tokenizer}
@@ -109,7 +109,7 @@ def load_model(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
 
 
 @contextmanager
-def _explain_errors(name: str, placement: Placement) -> Iterator[None]:
+def explain_errors(name: str, placement: Placement) -> Iterator[None]:
     """Turn whatever goes wrong while files are loaded into one sentence that names them."""
     try:
         yield
@@ -119,6 +119,8 @@ def _explain_errors(name: str, placement: Placement) -> Iterator[None]:
         raise
     except MemoryError as error:
         raise CapacityError(f"{name} does not fit into the memory of this machine.") from error
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read ({error}); check its files.") from error
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError, AssertionError) as error:
         raise CheckpointError(
             f"{name} cannot be loaded, its files do not match ({type(error).__name__}: {first_line(error)})."
@@ -209,7 +211,7 @@ def load_drafter_files(source: str | Path, model: LoadedModel) -> Drafter:
     if not folder.is_dir():
         folder = download(str(source), replace(model.hub, revision=None))  # `revision` is the model repository's
     is_trained = (folder / TRAINED_BY_UNDERDRAW).exists()
-    with _explain_errors(f"the drafter {source}", model.placement):
+    with explain_errors(f"the drafter {source}", model.placement):
         drafter: Drafter = load_drafter(folder, model.target) if is_trained else load_lantern_head(folder, model)
         check_module(getattr(drafter, "net", None), f"the drafter {source}")
         return drafter

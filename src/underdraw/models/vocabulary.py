@@ -38,6 +38,19 @@ def load_vocabulary(folder: Path) -> Vocabulary | None:
     if not path.exists():
         return None
     content = read_json(path, "a list of words", CheckpointError)
-    if not isinstance(content, dict) or not isinstance(content.get("words"), list):
-        raise CheckpointError(f'{path} has no list "words"; copy the file of the checkpoint again, or delete it.')
+    values = content.values() if isinstance(content, dict) else ()
+    lists = [part for value in values for part in (value.values() if isinstance(value, dict) else [value])]
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("words"), list)
+        or not all(map(_is_list_of_texts, lists))
+    ):
+        raise CheckpointError(
+            f'{path} has no list "words", or lists of something else than texts; copy the file of the checkpoint again, '
+            "or delete it."
+        )
     return Vocabulary(frozenset(content.pop("words")), content)
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)

@@ -60,7 +60,7 @@ def subjects(
 ) -> None:
     """Rank the requested subject among others with an ImageNet network, for prompts made from the training pack."""
     for path in (out, *([] if sheet is None else [sheet])):
-        check_file(path, force=True)
+        check_file(path)
     images = Pack(pack)
     network = imagenet_features.ImageNetFeatures(imagenet_features.load_weights(cache))
     silent = json or quiet

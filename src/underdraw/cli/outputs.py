@@ -45,7 +45,7 @@ def check_png(option: str, path: Path | None) -> None:
         raise ConfigError(f"{option} {path} does not end in .png; images are written as PNG files.")
 
 
-def check_file(path: Path, *, force: bool, is_own: Callable[[Path], bool] | None = None) -> None:
+def check_file(path: Path, *, force: bool = True, is_own: Callable[[Path], bool] | None = None) -> None:
     """`check_new_file` for a file whose folder may be missing."""
     check_name(path)
     if path.parent.is_dir():

@@ -45,10 +45,7 @@ def load_vocabulary(folder: Path) -> Vocabulary | None:
         or not isinstance(content.get("words"), list)
         or not all(map(_is_list_of_texts, lists))
     ):
-        raise CheckpointError(
-            f'{path} has no list "words", or lists of something else than texts; copy the file of the checkpoint again, '
-            "or delete it."
-        )
+        raise CheckpointError(f'{path} has no list "words" of texts; copy the checkpoint\'s file again, or delete it.')
     return Vocabulary(frozenset(content.pop("words")), content)
 
 

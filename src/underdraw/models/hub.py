@@ -135,7 +135,7 @@ def _list_files(hub_id: str, hub: HubOptions) -> list[RepositoryFile]:
     def list_files(_: Any) -> list[RepositoryFile]:
         try:
             info = HfApi(token=hub.token).model_info(hub_id, revision=hub.revision, files_metadata=True)
-        except (ConnectionError, TimeoutError, OfflineModeIsEnabled):
+        except (*connection_errors(), OfflineModeIsEnabled):
             return []
         return [RepositoryFile(file.rfilename, file.size or 0) for file in info.siblings or ()]
 
@@ -182,8 +182,17 @@ def _run(hub_id: str, action: Callable[[Any], Any]) -> Any:
 
     try:
         return action(huggingface_hub)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *connection_errors(), OSError) as error:
         raise CheckpointError(
             f"{hub_id} could not be downloaded from the Hugging Face hub ({first_line(error)}); check the name, your "
             "token and the connection, or give a folder."
         ) from error
+
+
+def connection_errors() -> tuple[type[Exception], ...]:
+    """Errors of a network that cannot be reached; those of httpx, which newer hub clients use, are no OSErrors."""
+    try:
+        from httpx import TransportError
+    except ImportError:
+        return (ConnectionError, TimeoutError)
+    return (ConnectionError, TimeoutError, TransportError)

@@ -7,6 +7,7 @@ and, in state.pt, everything else that the same command needs to continue exactl
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -281,8 +282,10 @@ class Trainer(ABC):
         """Write the state; weights that are not finite never replace those that are."""
         self._check_finite()
         out.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()  # torch.save turns the error of a full disk into one of its own
+        torch.save(self.state(), buffer)
         with atomic_write(out / STATE) as file:
-            torch.save(self.state(), file)
+            file.write(buffer.getbuffer())
 
     def resume(self, out: Path) -> None:
         """Continue the run in `out`, if there is one: exactly, or from its weights with new optimiser moments."""

@@ -135,7 +135,9 @@ def _list_files(hub_id: str, hub: HubOptions) -> list[RepositoryFile]:
     def list_files(_: Any) -> list[RepositoryFile]:
         try:
             info = HfApi(token=hub.token).model_info(hub_id, revision=hub.revision, files_metadata=True)
-        except (*connection_errors(), OfflineModeIsEnabled):
+        except OfflineModeIsEnabled:
+            return []
+        except connection_errors():
             return []
         return [RepositoryFile(file.rfilename, file.size or 0) for file in info.siblings or ()]
 
@@ -180,9 +182,11 @@ def _run(hub_id: str, action: Callable[[Any], Any]) -> Any:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    failures: tuple[type[Exception], ...] = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
+    failures += connection_errors()
     try:
         return action(huggingface_hub)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *connection_errors(), OSError) as error:
+    except failures as error:
         raise CheckpointError(
             f"{hub_id} could not be downloaded from the Hugging Face hub ({first_line(error)}); check the name, your "
             "token and the connection, or give a folder."

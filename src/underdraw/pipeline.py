@@ -279,8 +279,8 @@ class Pipeline(PipelineParts):
         self, request: GenerationRequest, histories: list[History], token_stats: TokenStatsMode
     ) -> Iterator[StepResult]:
         scheduler = self.scheduler(slots=self.max_batch, token_stats=token_stats)
-        images = scheduler.add(request)
-        histories[:] = [image.history for image in images]
+        scheduler.add(request, histories=histories)
+        self._resolved_tree = self.tree_for_batch(scheduler.slots)
         try:
             while scheduler.has_work:
                 step = scheduler.step()

@@ -162,6 +162,18 @@ def test_calls_with_many_images_draw_them_in_turns(pipe: Pipeline) -> None:
         assert details["history"] is out.histories[details["step"].sequence]
 
 
+def test_streams_of_many_images_record_in_the_histories_of_the_caller(pipe: Pipeline) -> None:
+    request = pipe.request(["fox", "ghost", "red fox"], seed=3)
+    histories = [History(pipe.model.make_layout(request.size)) for _ in range(4)]
+    pipe.max_batch = 2
+    passes = list(pipe.stream(request, histories[1:]))
+    assert [history.done for history in histories] == [False, True, True, True]
+    assert [history.seed for history in histories[1:]] == request.seeds
+    assert len(passes) == sum(history.passes for history in histories)
+    with pytest.raises(ConfigError, match="must be new ones"):
+        list(pipe.stream(request, histories[1:]))
+
+
 def test_calls_with_many_images_can_be_interrupted_and_fail(pipe: Pipeline) -> None:
     pipe.max_batch = 2
     out = pipe(["fox"] * 4, seed=7, callback_on_step_end=lambda pipe, *rest: pipe.interrupt())

@@ -17,6 +17,7 @@ from underdraw.engine.step import IDLE_PLAN, StepRunner
 from underdraw.engine.step import TokenStatsMode as TokenStatsMode
 from underdraw.errors import ConfigError
 from underdraw.history import History, StepResult, TokenStats
+from underdraw.layout import Layout
 from underdraw.plan import TreePlan
 from underdraw.protocols import Drafter, Prompt, Target, TreePolicy, Verifier
 from underdraw.ranges import check_guidance
@@ -49,7 +50,7 @@ def decode(
     check_guidance(guidance)
     proposal = resolve_proposal(verifier, proposal)
     histories = [History(sampler.layout) for _ in prompts] if histories is None else histories
-    _check_histories(histories, len(prompts), sampler)
+    check_histories(histories, len(prompts), sampler.layout)
     if graphs is None:
         session = target.open(prompts, sampler.layout, guidance=guidance)
         draft = drafter.open(prompts, sampler.layout, session.prefill, guidance=guidance)
@@ -137,10 +138,9 @@ def resolve_proposal(verifier: Verifier, proposal: Proposal | None) -> Proposal:
     return proposal
 
 
-def _check_histories(histories: list[History], count: int, sampler: Sampler) -> None:
-    """Raise a ConfigError unless there is a new history of the sampler's layout for every prompt."""
+def check_histories(histories: Sequence[History], count: int, layout: Layout) -> None:
+    """Raise a ConfigError unless there is a new history of the layout for every prompt."""
     if len(histories) != count:
         raise ConfigError(f"{len(histories)} histories came with {count} prompts; pass one history per prompt.")
-    start = sampler.layout.start
-    if any(h.layout != sampler.layout or h.passes or h.next_step != start for h in histories):
+    if any(h.layout != layout or h.passes or h.next_step != layout.start for h in histories):
         raise ConfigError("histories must be new ones of the sampler's layout; make them with History(layout).")

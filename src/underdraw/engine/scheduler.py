@@ -11,10 +11,11 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from underdraw.engine.decode import check_histories
 from underdraw.engine.slot_batch import BatchImage, BatchKey, SlotBatch
 from underdraw.engine.slot_sampler import SamplingParams
 from underdraw.engine.step import TokenStatsMode
@@ -93,18 +94,28 @@ class Scheduler:
         self._cancelled: set[ScheduledImage] = set()
         self._closed = False
 
-    def add(self, request: GenerationRequest, *, request_id: str | None = None) -> list[ScheduledImage]:
+    def add(
+        self,
+        request: GenerationRequest,
+        *,
+        request_id: str | None = None,
+        histories: Sequence[History] | None = None,
+    ) -> list[ScheduledImage]:
         """Queue the images of a request, first come, first served; raises ConfigError for one that cannot be drawn.
 
-        May be called from any thread.
+        Tokens are recorded in `histories`, one per image, which the caller may pass in. May be called from any thread.
         """
         model = self.pipe.model
         for text in request.prompts:
             model.check_prompt(text)
         layout, name = model.make_layout(request.size), request_id or uuid.uuid4().hex
+        if histories is None:
+            histories = [History(layout, prompt=text) for text in request.prompts]
+        check_histories(histories, len(request.prompts), layout)
+        for history, seed in zip(histories, request.seeds, strict=True):
+            history.seed = seed
         images = [
-            ScheduledImage(name, index, request.select([index]), History(layout, seed, request.prompts[index]))
-            for index, seed in enumerate(request.seeds)
+            ScheduledImage(name, index, request.select([index]), history) for index, history in enumerate(histories)
         ]
         with self._lock:
             if self._closed:

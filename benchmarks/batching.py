@@ -207,7 +207,9 @@ def render(record: Mapping[str, Any]) -> str:
     machine, rows = record["machine"], [row for row in record["rows"] if "error" not in row]
     hardware = machine["processor"] if machine["cuda"] is None else machine["device"]
     replayed = ", accepted lengths replayed from a trace" if record["replayed"] else ""
-    static = {row["method"]: row["images_per_second"] for row in rows if row["batching"] != "continuous"}
+    static = {
+        (row["method"], row["concurrency"]): row["images_per_second"] for row in rows if row["batching"] != "continuous"
+    }
     lines = [
         f"Model `{record['model']}`, drafter `{record['drafter']}`, images of {record['tokens']} tokens{replayed}. "
         f"{hardware}, {record['dtype']}, {record['numerics']} numerics, torch {machine['torch']}, "
@@ -217,10 +219,11 @@ def render(record: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        ratio = row["images_per_second"] / static[row["method"]] if row["method"] in static else float("nan")
+        baseline = static.get((row["method"], row["concurrency"]))
+        ratio = "" if baseline is None else f"{row['images_per_second'] / baseline:.2f}"
         lines.append(
             f"| {row['method']} | {row['batching']} | {row['concurrency']} | {row['images_per_second']:.3g} | "
-            f"{ratio:.2f} | {row['latency_p50']:.2f} s | {row['latency_p95']:.2f} s | {row['tokens_per_pass']:.2f} |"
+            f"{ratio} | {row['latency_p50']:.2f} s | {row['latency_p95']:.2f} s | {row['tokens_per_pass']:.2f} |"
         )
     return "\n".join(lines)
 

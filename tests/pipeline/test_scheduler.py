@@ -233,3 +233,15 @@ def test_a_policy_that_raises_fails_its_image_alone(pipe: Pipeline) -> None:
     drain(scheduler)
     assert [image.status for image in images] == ["finished", "failed", "finished"]
     assert str(images[1].error) == "no plan"
+
+
+def test_stream_in_slots_records_in_the_callers_histories(pipe: Pipeline) -> None:
+    """Also in those of a slice of a list, as benchmarks pass them."""
+    pipe.max_batch = 2
+    request = pipe.request(["fox", "ghost", "red fox"], seed=[3, 4, 5])
+    histories = [History(pipe.model.make_layout(request.size)) for _ in range(4)]
+    for _ in pipe.stream(request, histories[1:]):
+        pass
+    assert not histories[0].passes
+    assert all(history.done and history.passes for history in histories[1:])
+    assert [history.seed for history in histories[1:]] == [3, 4, 5]

@@ -94,6 +94,13 @@ def allocate_decoder(arch: Arch, placement: Placement) -> tuple[Transformer, dic
     return net, {**decoder_destinations(net, DECODER_RULES, "model."), **decoder_destinations(net, [HF_HEAD])}
 
 
+def load_decoder(checkpoint: Checkpoint, arch: Arch, placement: Placement) -> DecoderTarget:
+    """Load the decoder alone."""
+    net, destinations = allocate_decoder(arch, placement)
+    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, IMAGE_TOKENIZER_PREFIX])
+    return DecoderTarget(net, positions=max_positions(checkpoint))
+
+
 def max_positions(checkpoint: Checkpoint) -> int:
     return int(with_defaults(checkpoint.config, DEFAULTS)["max_position_embeddings"])
 

@@ -6,6 +6,7 @@ The negative prompt is a separate sequence, with its own length and positions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,6 +84,7 @@ IMAGE_CONFIG_NAMES = {
     "double_z": "double_latent",
 }
 ASPECT_RATIOS = ((1, 1), (4, 3), (3, 4), (16, 9), (9, 16), (3, 2), (2, 3))  # width to height
+DOWNSAMPLE = 8  # pixels per code of the published model
 IMAGE_AREA = 720 * 720  # pixels, for every aspect ratio
 NEGATIVE_PROMPT = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
@@ -237,21 +239,14 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
-    spec, config, shapes = read_spec(checkpoint), checkpoint.config, checkpoint.shapes()
-    net = allocate(lambda: Transformer(spec.arch), placement)
+    spec, config = read_spec(checkpoint), checkpoint.config
     if is_baai(config):
-        prefixes, in_images = BAAI_PREFIXES, {}
         images = _load_baai_image_tokenizer(checkpoint, placement)
+        target = load_decoder(checkpoint, spec, placement, {})
     else:
-        prefixes = next((p for p in TENSOR_PREFIXES if f"{p.decoder}norm.weight" in shapes), TENSOR_PREFIXES[0])
         images = _allocate_images(config.get("vq_config") or {}, checkpoint.name, placement)
-        in_images = _without_counters(module_destinations(images, prefixes.image_tokenizer))
-    destinations = {
-        **decoder_destinations(net, HF_DECODER, prefixes.decoder),
-        **decoder_destinations(net, [HF_HEAD], prefixes.head),
-        **in_images,
-    }
-    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, COUNTERS])
+        prefix = tensor_prefixes(checkpoint).image_tokenizer
+        target = load_decoder(checkpoint, spec, placement, _without_counters(module_destinations(images, prefix)))
     tokens = special_tokens(config, images.arch.codes)
     encode = _load_text(checkpoint)
 
@@ -262,9 +257,33 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     def make_prompt(text: str, negative: str | None, size: ImageSize) -> Prompt:
         return Prompt(encode_prompt(text, size), encode_prompt(NEGATIVE_PROMPT if negative is None else negative, size))
 
-    max_positions = with_defaults(text_config(config), DEFAULTS)["max_position_embeddings"]
-    target = DecoderTarget(net, positions=int(max_positions))
     return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
+
+
+def tensor_prefixes(checkpoint: Checkpoint) -> TensorPrefixes:
+    if is_baai(checkpoint.config):
+        return BAAI_PREFIXES
+    shapes = checkpoint.shapes()
+    return next((p for p in TENSOR_PREFIXES if f"{p.decoder}norm.weight" in shapes), TENSOR_PREFIXES[0])
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    placement: Placement,
+    images: Mapping[str, WeightDestination] | None = None,
+) -> DecoderTarget:
+    """Load the decoder, and the image tokenizer of the same files if its destinations are given."""
+    net, prefixes = allocate(lambda: Transformer(spec.arch), placement), tensor_prefixes(checkpoint)
+    destinations = {
+        **decoder_destinations(net, HF_DECODER, prefixes.decoder),
+        **decoder_destinations(net, [HF_HEAD], prefixes.head),
+        **(images or {}),
+    }
+    skipped = [re.escape(prefixes.image_tokenizer)] if images is None else []
+    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, COUNTERS, *skipped])
+    max_positions = with_defaults(text_config(checkpoint.config), DEFAULTS)["max_position_embeddings"]
+    return DecoderTarget(net, positions=int(max_positions))
 
 
 def _load_text(checkpoint: Checkpoint) -> Encode:

@@ -165,6 +165,12 @@ def _sampling_defaults(decoder: Checkpoint, codes: int) -> SamplingDefaults:
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec, decoder = read_spec(checkpoint), _decoder_checkpoint(checkpoint)
     make_prompt = _prompt_builder(checkpoint, int(decoder.config.get("image_start_token_id", IMAGE_START)))
+    pixels = DiffusionDecoder(checkpoint.folder if _is_pipeline(checkpoint) else None, decoder, placement)
+    return spec.build(FAMILY.name, checkpoint, load_decoder(decoder, spec, placement), pixels, make_prompt)
+
+
+def load_decoder(decoder: Checkpoint, spec: ModelSpec, placement: Placement) -> DecoderTarget:
+    """Load the autoregressive part."""
     net = allocate(lambda: Transformer(spec.arch), placement)
     destinations = {
         **decoder_destinations(net, DECODER_RULES, "model.language_model."),
@@ -173,9 +179,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     copy_weights(decoder, destinations, IGNORED)
     pair_rotated_dimensions(net)
     max_positions = with_defaults(decoder.config.get("text_config"), DEFAULTS)["max_position_embeddings"]
-    pixels = DiffusionDecoder(checkpoint.folder if _is_pipeline(checkpoint) else None, decoder, placement)
-    target = DecoderTarget(net, positions=int(max_positions))
-    return spec.build(FAMILY.name, checkpoint, target, pixels, make_prompt)
+    return DecoderTarget(net, positions=int(max_positions))
 
 
 def pair_rotated_dimensions(net: Transformer) -> None:

@@ -195,6 +195,20 @@ class Aligner(nn.Module):
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec, shapes, names = read_spec(checkpoint), checkpoint.shapes(), tensor_names(checkpoint)
+    images, destinations = vqgan_destinations(shapes, names.image_format, placement, names.image_tokenizer)
+    target = load_decoder(checkpoint, spec, placement, destinations)
+    text_config = with_defaults(checkpoint.config.get(names.text_config), DEFAULTS)
+    return spec.build(FAMILY.name, checkpoint, target, images, _prompt_builder(checkpoint, text_config))
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    placement: Placement,
+    images: Mapping[str, WeightDestination] | None = None,
+) -> DecoderTarget:
+    """Load the decoder, and the image tokenizer of the same files if its destinations are given."""
+    shapes, names = checkpoint.shapes(), tensor_names(checkpoint)
     net = allocate(lambda: Transformer(spec.arch), placement)
     codes, code_dim = shapes[names.code_embedding]
     text_size = spec.arch.vocab - codes
@@ -202,18 +216,17 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     aligner = allocate(
         lambda: Aligner(codes, code_dim, spec.arch.dim, layers), Placement(placement.device, torch.float32)
     )
-    images, image_destinations = vqgan_destinations(shapes, names.image_format, placement, names.image_tokenizer)
     destinations = {
         **decoder_destinations(net, DECODER_RULES, names.decoder, {"text": slice(0, text_size)}),
         **decoder_destinations(net, names.head_rules()),
         **aligner.destinations(names),
-        **image_destinations,
+        **(images or {}),
     }
-    copy_weights(checkpoint, destinations, names.ignored)
+    skipped = [re.escape(names.image_tokenizer)] if images is None else []
+    copy_weights(checkpoint, destinations, [*names.ignored, *skipped])
     net.embedding.weight.data[text_size:] = aligner.embed_all()
     text_config = with_defaults(checkpoint.config.get(names.text_config), DEFAULTS)
-    target = DecoderTarget(net, positions=int(text_config["max_position_embeddings"]))
-    return spec.build(FAMILY.name, checkpoint, target, images, _prompt_builder(checkpoint, text_config))
+    return DecoderTarget(net, positions=int(text_config["max_position_embeddings"]))
 
 
 def _prompt_builder(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> MakePrompt:

@@ -1,0 +1,1 @@
+"""Ways in from other libraries: transformers, diffusers, ComfyUI."""

@@ -1,0 +1,285 @@
+"""`custom_generate` for transformers: `model.generate(**inputs, custom_generate=custom_generate)`, only faster.
+
+Works with Janus, Emu3, Chameleon (Anole) and GLM-Image. The weights of the model are copied once into underdraw's
+decoder and kept with the model, so memory for a second copy of its decoder is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from underdraw.errors import ConfigError, UnsupportedError
+from underdraw.extras import require_package
+from underdraw.layout import Layout
+from underdraw.models import anole, chameleon, emu3, glm_image, janus
+from underdraw.models.checkpoint import Checkpoint
+from underdraw.models.family import ImageSize, LoadedModel, ModelSpec, Placement, SamplingDefaults
+from underdraw.nn.target import DecoderTarget
+from underdraw.pipeline import Pipeline
+from underdraw.protocols import Prompt
+
+Grid = tuple[int, int]  # rows and columns of codes
+# Logits processors whose effect is known: sampling parameters, guidance and the tokens that an image's layout allows.
+_KNOWN_PROCESSORS = {
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "PrefixConstrainedLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights(Checkpoint):
+    """The weights of a model in memory, read as if they were files."""
+
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in self.state.items()}
+
+    def tensors(self, wanted: Any = None) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in self.state.items() if wanted is None or name in wanted)
+
+
+class NoPixels:
+    """The image tokenizer of a model that is asked for tokens only."""
+
+    downsample = 1
+    codebook = torch.zeros(0, 0)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        raise UnsupportedError("custom_generate returns tokens; use the model's own image tokenizer for pixels.")
+
+    decode = encode
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """How one model class of transformers generates an image."""
+
+    read_spec: Callable[[Checkpoint], ModelSpec]
+    load_decoder: Callable[[Checkpoint, ModelSpec, Placement], DecoderTarget]
+    image_size: Callable[[ModelSpec, Grid | None, Mapping[str, Any]], ImageSize]
+    unconditional: Callable[[tuple[int, ...], Any], tuple[int, ...]]  # (prompt row, generation config)
+    guidance: float | None = None  # where the generation config has none; None: off
+    returns_codes: bool = False  # codes of the image alone, instead of the prompt and token ids
+
+
+def _default_size(spec: ModelSpec, grid: Grid | None, _: Mapping[str, Any]) -> ImageSize:
+    if grid is not None:
+        raise ConfigError(f"image_size {grid} was given, but this model has one size; leave it out.")
+    return spec.sizes[0]
+
+
+def _emu3_size(spec: ModelSpec, grid: Grid | None, _: Mapping[str, Any]) -> ImageSize:
+    if grid is None:
+        raise ConfigError("pass image_size=(rows, columns), as the processor's `image_sizes` has them.")
+    return ImageSize(grid[0] * emu3.DOWNSAMPLE, grid[1] * emu3.DOWNSAMPLE)
+
+
+def _glm_size(_: ModelSpec, grid: Grid | None, kwargs: Mapping[str, Any]) -> ImageSize:
+    grids = kwargs.get("image_grid_thw")
+    if grid is None and grids is not None:
+        grid = tuple(grids[0, 1:].tolist())  # of the large image; the small one follows
+    if grid is None:
+        raise ConfigError("pass image_grid_thw, which the processor returns, or image_size=(rows, columns).")
+    return ImageSize(grid[0] * glm_image.DOWNSAMPLE, grid[1] * glm_image.DOWNSAMPLE)
+
+
+def _janus_unconditional(row: tuple[int, ...], config: Any) -> tuple[int, ...]:
+    """Padding instead of all tokens but the start and the image start."""
+    keep = (config.bos_token_id, (config.generation_kwargs or {}).get("boi_token_id"))
+    return tuple(token if token in keep else int(config.pad_token_id) for token in row)
+
+
+ADAPTERS = {
+    "janus": Adapter(
+        janus.read_spec, janus.load_decoder, _default_size, _janus_unconditional, guidance=5.0, returns_codes=True
+    ),
+    "emu3": Adapter(emu3.read_spec, emu3.load_decoder, _emu3_size, lambda row, _: row),
+    "chameleon": Adapter(
+        anole.read_spec,
+        lambda checkpoint, spec, placement: chameleon.load_decoder(checkpoint, spec.arch, placement),
+        _default_size,
+        lambda row, _: (chameleon.START, chameleon.IMAGE_START),
+    ),
+    "glm_image": Adapter(glm_image.read_spec, glm_image.load_decoder, _glm_size, lambda row, _: row),
+}
+
+
+class WrappedModel:
+    """A pipeline over the weights of a transformers model, whose prompts are rows of token ids."""
+
+    def __init__(self, model: Any) -> None:
+        self.adapter = _find_adapter(model)
+        self.rows: dict[str, Prompt] = {}
+        checkpoint = ModelWeights(
+            Path("weights in memory"),
+            type(model).__name__,
+            config=model.config.to_dict(),
+            state=dict(model.state_dict()),
+        )
+        placement = Placement(model.device, model.dtype)
+        self.spec = self.adapter.read_spec(checkpoint)
+        target = self.adapter.load_decoder(checkpoint, self.spec, placement)
+        self.loaded = LoadedModel(
+            family=model.config.model_type,
+            name=checkpoint.name,
+            target=target,
+            image_tokenizer=NoPixels(),
+            defaults=SamplingDefaults(guidance=1.0),
+            sizes=self.spec.sizes,
+            make_layout=self.spec.make_layout,
+            make_prompt=lambda text, *_: self.rows[text],
+        )
+        self._pipelines: dict[tuple[str, str], Pipeline] = {}
+
+    def pipeline(self, drafter: str, tree: str, size: ImageSize) -> Pipeline:
+        """The pipeline for a drafter and a tree; kept, because it holds the captured passes."""
+        key = drafter, tree
+        if key not in self._pipelines:
+            self._pipelines[key] = Pipeline(self.loaded, drafter=drafter, tree=tree)
+            self._pipelines[key].set_progress_bar_config(disable=True)
+        pipe = self._pipelines[key]
+        pipe.model = replace(pipe.model, sizes=(size, *(other for other in self.spec.sizes if other != size)))
+        return pipe
+
+
+_WRAPPED: WeakKeyDictionary[Any, WrappedModel] = WeakKeyDictionary()
+
+
+def clear_cache() -> None:
+    """Forget the copied weights of all models; call it after the weights of a model were changed."""
+    _WRAPPED.clear()
+
+
+def custom_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any] | None = None,
+    stopping_criteria: Any = None,
+    generation_config: Any = None,
+    *,
+    drafter: str = "auto",
+    tree: str = "auto",
+    seed: int | None = None,
+    image_size: Grid | None = None,
+    guidance: float | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Generate one image per row of `input_ids`, which end where the image begins; returns what `generate` returns.
+
+    Greedy tokens are those of transformers, up to rounding of the logits. Sampled ones follow the same distribution,
+    and are those of underdraw's plain decoding of `seed`; None draws a seed from torch's generator. `image_size` is
+    (rows, columns) in codes, for models with several sizes. `guidance` replaces the generation config's guidance_scale.
+    The length of an image is fixed, so stopping criteria and the maximal number of tokens have no effect.
+    """
+    processors = list(logits_processor or ())
+    _check_processors(processors)
+    wrapped = _WRAPPED.get(model) or _WRAPPED.setdefault(model, WrappedModel(model))
+    adapter = wrapped.adapter
+    size = adapter.image_size(wrapped.spec, image_size, model_kwargs)
+    layout = wrapped.spec.make_layout(size)
+    scale = _resolve_guidance(adapter, guidance, generation_config, processors)
+    rows = _strip_padding(input_ids, model_kwargs.get("attention_mask"))
+    negative = _negative_rows(processors)
+    others = [adapter.unconditional(row, generation_config) for row in rows] if negative is None else negative
+    prompts = [Prompt(row, other if scale != 1 else ()) for row, other in zip(rows, _repeat(others, rows), strict=True)]
+    first = int(torch.randint(2**31, ())) if seed is None else seed
+    wrapped.rows.clear()
+    wrapped.rows.update({str(index): prompt for index, prompt in enumerate(prompts)})
+    pipe = wrapped.pipeline(drafter, tree, size)
+    request = pipe.request(
+        list(wrapped.rows),
+        height=size.height,
+        width=size.width,
+        guidance_scale=scale,
+        seed=[first + index for index in range(len(rows))],
+        **_sampling(generation_config, len(layout.codes)),
+    )
+    histories = pipe.generate(request, output_type="codes").histories
+    return _pack_output(adapter, layout, input_ids, [history.tokens for history in histories], generation_config)
+
+
+def _find_adapter(model: Any) -> Adapter:
+    adapter = ADAPTERS.get(model.config.model_type)
+    if adapter is None:
+        raise UnsupportedError(
+            f"custom_generate does not support {type(model).__name__} ({model.config.model_type}); use one of "
+            f"{', '.join(ADAPTERS)}."
+        )
+    return adapter
+
+
+def _check_processors(processors: Sequence[Any]) -> None:
+    """Raise an UnsupportedError for logits processors that would be ignored."""
+    unknown = [type(item).__name__ for item in processors if type(item).__name__ not in _KNOWN_PROCESSORS]
+    if unknown:
+        raise UnsupportedError(
+            f"custom_generate cannot apply the logits processor {unknown[0]}; leave it out, or generate without "
+            "custom_generate."
+        )
+
+
+def _resolve_guidance(adapter: Adapter, guidance: float | None, config: Any, processors: Sequence[Any]) -> float:
+    scales = (guidance, *(getattr(item, "guidance_scale", None) for item in processors))
+    configured = getattr(config, "guidance_scale", None)
+    return float(next((scale for scale in (*scales, configured, adapter.guidance) if scale is not None), 1.0))
+
+
+def _negative_rows(processors: Sequence[Any]) -> list[tuple[int, ...]] | None:
+    """The rows of `negative_prompt_ids`, which transformers hands to its guidance processor."""
+    for item in processors:
+        context = getattr(item, "unconditional_context", None)
+        if context is not None and context.get("input_ids") is not None:
+            return _strip_padding(context["input_ids"], context.get("attention_mask"))
+    return None
+
+
+def _repeat(rows: Sequence[tuple[int, ...]], like: Sequence[Any]) -> list[tuple[int, ...]]:
+    """One negative row may serve a whole batch."""
+    if len(rows) == 1:
+        return [rows[0]] * len(like)
+    if len(rows) != len(like):
+        raise ConfigError(f"{len(rows)} negative prompts came with {len(like)} prompts; pass one, or one per prompt.")
+    return list(rows)
+
+
+def _strip_padding(ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:
+    """The token ids of each row (B, N) without those that the attention mask hides."""
+    masks = torch.ones_like(ids) if mask is None else mask
+    return [tuple(row[keep.bool()].tolist()) for row, keep in zip(ids, masks, strict=True)]
+
+
+def _sampling(config: Any, codes: int) -> dict[str, Any]:
+    """Temperature, top-k and top-p of a generation config."""
+    if not config.do_sample:
+        return {"temperature": 0.0}
+    top_k = int(config.top_k or 0)
+    return {
+        "temperature": float(1.0 if config.temperature is None else config.temperature),
+        "top_k": top_k if top_k < codes else 0,
+        "top_p": float(1.0 if config.top_p is None else config.top_p),
+    }
+
+
+def _pack_output(adapter: Adapter, layout: Layout, input_ids: Tensor, tokens: Sequence[Any], config: Any) -> Any:
+    """The tensor or output object that `generate` of this model returns."""
+    images = torch.tensor([image.tolist() for image in tokens], dtype=input_ids.dtype, device=input_ids.device)
+    if adapter.returns_codes:
+        sequences = images - layout.codes.start
+    else:
+        sequences = torch.cat([input_ids, images], dim=1)
+    if not config.return_dict_in_generate:
+        return sequences
+    output = require_package("transformers.generation", "families", "custom_generate").GenerateDecoderOnlyOutput
+    return output(sequences=sequences)

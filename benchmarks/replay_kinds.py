@@ -24,6 +24,7 @@ from jacobi_trees import PROMPTS, decode
 from underdraw import Pipeline
 from underdraw.bench.engine import FORCED, WARMUP_PASSES, EngineBench, EngineBenchConfig
 from underdraw.bench.environment import describe_machine
+from underdraw.bench.kinds import replay_sections
 from underdraw.bench.replay import ReplayPolicy, ReplayVerifier, Trace, load_traces, save_traces
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi_tree import JacobiTree
@@ -95,7 +96,9 @@ def replay(options: argparse.Namespace) -> None:
         if time.perf_counter() - started > options.seconds:
             print(f"stopped after {options.seconds} s")
             break
-    print(render(result))
+    for section in replay_sections(result):
+        assert section.table is not None
+        print(section.text, *(" | ".join(row) for row in section.table.rows), sep="\n")
 
 
 def replay_rows(bench: EngineBench, traces: Sequence[Trace], limit: int | None) -> Iterator[dict[str, Any]]:
@@ -127,24 +130,6 @@ def run_trace(bench: EngineBench, drafter: JacobiTree, verifier: ReplayVerifier,
     seconds[:WARMUP_PASSES] = np.minimum(seconds[:WARMUP_PASSES], np.median(seconds))
     seconds[seconds > limit] = np.median(seconds)
     return float(seconds.sum()), sum(len(step.tokens) for step in steps)
-
-
-def render(result: dict[str, Any]) -> str:
-    """A table: settings against kinds, speed over plain decoding as median (p10 to p90)."""
-    rows = result["rows"]
-    kinds = [*dict.fromkeys(row["kind"] for row in rows), "all"]
-    lines = [f"{result['model']}, {result['machine']['device']}, plain decoding {result['plain_ms']:.2f} ms per token"]
-    for setting in dict.fromkeys(row["setting"] for row in rows):
-        cells = []
-        for kind in kinds:
-            chosen = [row for row in rows if row["setting"] == setting and kind in (row["kind"], "all")]
-            if not chosen:  # the run was cut short
-                continue
-            p10, median, p90 = np.percentile([row["over_plain"] for row in chosen], [10, 50, 90])
-            mean = result["plain_ms"] / np.mean([row["ms_per_token"] for row in chosen])
-            cells.append(f"{kind} {mean:.2f} (median {median:.2f}, p10 {p10:.2f} to p90 {p90:.2f})")
-        lines.append(f"{setting}: " + "; ".join(cells))
-    return "\n".join(lines)
 
 
 def main() -> None:

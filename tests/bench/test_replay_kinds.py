@@ -12,6 +12,7 @@ import pytest
 import small_checkpoint
 import torch
 
+from underdraw.bench.records import read_record, record_sections
 from underdraw.bench.replay import ReplayVerifier, Trace, load_traces, save_traces
 from underdraw.errors import ConfigError
 from underdraw.plan import TreePlan
@@ -57,4 +58,7 @@ def test_traces_are_recorded_and_replayed(tmp_path: Path) -> None:
     text = run("replay", tmp_path / "traces.npz", "--model", "toy", "--limit", 3, "--out", tmp_path / "replay.json")
     record = json.loads((tmp_path / "replay.json").read_text())
     assert len(record["rows"]) == 3 and all(row["over_plain"] > 0 for row in record["rows"])
-    assert "random:toy" in text and "p10" in text
+    assert "random:toy" in text and "chain 64 | **" in text
+    (section,) = record_sections(read_record(tmp_path / "replay.json"))
+    assert section.table is not None and section.table.columns[1:3] == ("plain background", "gradient")
+    assert [row[0] for row in section.table.rows] == ["chain 64"] and section.table.rows[0][-1] == "3"

@@ -137,16 +137,17 @@ def test_pictures_smaller_than_a_window_leave_it_out() -> None:
 
 @dataclass
 class FakeRun:
-    """Passes that take as long as a table says, some of them slowed down by other work."""
+    """Passes that take as long as a table says, some of them slowed down by other work, and trees of limited depth."""
 
     milliseconds: Callable[[int], float]
     slowdown: Callable[[int], float] = lambda index: 1.0
+    max_depth: int = 127
     passes: int = 0
 
     def __call__(self, policy: Any) -> Iterator[StepResult]:
         history = History(Layout(64, 64, range(8)))
         for step in range(4000):
-            plan = policy.plan(history, step)
+            plan = policy.plan(history, step).truncate(self.max_depth)
             self.passes += 1
             seconds = self.milliseconds(plan.nodes) * self.slowdown(self.passes) / 1000
             yield StepResult(step, 0, step, 0, plan, (0,), (), seconds)
@@ -169,6 +170,13 @@ def test_busy_machine_is_noticed_and_costs_are_measured_again(tmp_path: Path) ->
     assert again.attempts > costs.attempts and again.chain[0][1] < costs.chain[0][1], "measured again"
     file.write_text(json.dumps({workload.name: asdict(replace(quiet, chain=((1, 3.0), (8, 4.0))))}))
     assert load_or_measure_windows(workload, file).chain == ((1, 3.0), (8, 4.0)), "costs of a quiet machine are kept"
+
+
+def test_chains_deeper_than_a_gpu_verifies_are_left_out_soon() -> None:
+    run = FakeRun(lambda nodes: 5 + nodes / 100, max_depth=63)
+    costs = measure_windows(run, has_trees=True, batch=1, is_captured=True)
+    assert [nodes for nodes, _ in costs.chain] == [1, 8, 16, 32, 64] and [n for n, _ in costs.tree] == [32, 64, 128]
+    assert run.passes < 250
 
 
 @pytest.mark.parametrize("content", ['{"chain": []}', '{"chain": [[1, 2]], "tree": [], "batch": 1, "spread": 1}', "3"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from underdraw.bench.presets import PLAIN
 from underdraw.bench.sections import Record, Section, Table, describe_settings, percent
 
@@ -59,3 +61,25 @@ def compare_methods(summary: Record, method: str, baseline: str) -> dict[str, st
     by_name = {e["method"]: e["kinds"] for e in summary["entries"] if e["temperature"] == temperature}
     ours, theirs = by_name[method], by_name[baseline]
     return {kind: percent(ours[kind]["tau"] / theirs[kind]["tau"] - 1, 1) for kind in ours}
+
+
+def replay_sections(record: Record) -> list[Section]:
+    """Replayed traces of all kinds: speed over plain decoding by setting and kind, median (p10 to p90)."""
+    rows, machine = record["rows"], record["machine"]
+    kinds = [*dict.fromkeys(row["kind"] for row in rows), "all"]
+    table = []
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        cells = [setting]
+        for kind in kinds:
+            chosen = [row for row in rows if row["setting"] == setting and kind in (row["kind"], "all")]
+            p10, median, p90 = np.percentile([row["over_plain"] for row in chosen], [10, 50, 90]) if chosen else [0] * 3
+            cells.append(f"**{median:.2f}x** ({p10:.2f} to {p90:.2f})" if chosen else "-")
+        chosen = [row for row in rows if row["setting"] == setting]
+        time = sum(row["ms_per_token"] for row in chosen) / len(chosen)
+        table.append([*cells, f"{record['plain_ms'] / time:.2f}x", str(len(chosen))])
+    columns = ("draft", *(LABELS.get(kind, kind) for kind in kinds), "all, by total time", "pictures")
+    text = (
+        f"{record['model']}, {record['dtype']}, {machine['device']}, torch {machine['torch']}, commit "
+        f"{str(machine['commit'])[:12]}; plain decoding {record['plain_ms']:.2f} ms per token."
+    )
+    return [Section("Replay at another size", text, Table(columns, table), f"Replayed: {record['note']}.")]

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from underdraw.bench.kinds import replay_sections
 from underdraw.bench.presets import PLAIN
 from underdraw.bench.sections import Record, Section, Table, describe_settings, figure_sections, percent
 from underdraw.errors import ConfigError
@@ -317,4 +318,5 @@ RENDERERS: dict[str, Callable[[Record], list[Section]]] = {
     "targets": _targets,
     "variety": _variety,
     "colours": _colours,
+    "replay": replay_sections,
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -94,6 +95,7 @@ class _Sweep:
     next_index: int = 0
     requested: int = 0
     seconds: dict[int, list[float]] = field(default_factory=dict)  # by index of the plan
+    cut_short: Counter[int] = field(default_factory=Counter)  # by index of the plan
 
     def plan(self, history: History, step: int) -> TreePlan:
         self.requested = self.next_index
@@ -103,11 +105,14 @@ class _Sweep:
         index = self.requested
         if result.plan.depth == self.plans[index].depth:
             self.seconds.setdefault(index, []).append(result.seconds)
+        else:
+            self.cut_short[index] += 1
         self.next_index = (index + 1) % len(self.plans)
 
     def is_done(self, rounds: int) -> bool:
-        """Whether every size has been timed often enough."""
-        return all(len(self.seconds.get(i, ())) >= self.warmup + rounds for i in range(len(self.plans)))
+        """Whether every size has been timed often enough, or cut short as often as that shows that it never fits."""
+        needed = self.warmup + rounds
+        return all(len(self.seconds.get(i, ())) + self.cut_short[i] // 2 >= needed for i in range(len(self.plans)))
 
 
 RunDecode = Callable[[TreePolicy], Iterator[StepResult]]
@@ -141,7 +146,7 @@ def _plain_seconds(run: RunDecode) -> float:
 def _measure_once(run: RunDecode, sizes: Sequence[int], has_trees: bool, batch: int, is_captured: bool) -> WindowCosts:
     tree_sizes = [size for size in TREE_SIZES if has_trees and size in sizes]
     plans = [TreePlan(size - 1, 1, 1, size) for size in sizes]
-    plans += [TreePlan(5 * size // 8, 2, 8, size) for size in tree_sizes]
+    plans += [TreePlan(3 * size // 8, 2, 8, size) for size in tree_sizes]
     warmup, rounds = (_CAPTURED_WARMUP, _CAPTURED_ROUNDS) if is_captured else (_WARMUP, _ROUNDS)
     if sizes is _SLOW_SIZES:
         warmup, rounds = 0, 1

@@ -46,10 +46,10 @@ def decode(pipe: Pipeline, prompts: Sequence[str], temperature: float, batch: in
     for start in range(0, len(prompts), batch):
         texts = list(prompts[start : start + batch])
         request = pipe.request(texts, temperature=temperature, seed=list(range(start, start + len(texts))))
-        layout = pipe.model.make_layout(request.size)
-        histories += [History(layout) for _ in texts]
-        for _ in pipe.stream(request, histories[start:]):
+        drawn = [History(pipe.model.make_layout(request.size)) for _ in texts]
+        for _ in pipe.stream(request, drawn):
             pass
+        histories += drawn
     return histories
 
 

@@ -414,6 +414,7 @@ def test_budget_is_plain_decoding_where_nothing_else_pays_and_retries() -> None:
     policy = Budget("1:10/12:25/24:40", retry=3)
     rows = [3, 4, 5, 6]
     assert [policy.plan(filled(0, 12), 24 * row).nodes for row in rows] == [12, 1, 1, 12], "one token for 25 ms"
+    assert Budget("1:10/12:25/24:40").plan(filled(0, 12), 24 * 11).nodes == 1, "never much slower than plain decoding"
     assert all(policy.plan(filled(3, 12), 24 * row).nodes > 1 for row in rows), "four tokens for 25 ms"
     assert policy.plan(History(Layout(24, 24, range(8))), 24).nodes == 12, "nothing is known yet"
 

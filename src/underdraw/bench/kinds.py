@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from underdraw.bench.presets import PLAIN
-from underdraw.bench.sections import Record, Section, Table, describe_settings, percent
+from underdraw.bench.sections import Record, Section, Table, hardware_label, percent
 
 LABELS = {
     "plain": "plain background",
@@ -31,9 +31,13 @@ def kinds_sections(summary: Record, *, caption: bool = True) -> list[Section]:
     for temperature in sorted({entry["temperature"] for entry in entries}, reverse=True):
         shown = [entry for entry in entries if entry["temperature"] == temperature]
         pictures = shown[0]["kinds"]["all"]["pictures"]
-        facts = describe_settings(settings, machine) if machine else ""
-        text = f"Temperature {temperature:g}, {pictures} pictures. {facts}"
-        sections.append(Section(text=text, table=_table(shown), note=NOTE if caption else ""))
+        text = f"Model {settings['model']}, temperature {temperature:g}, {pictures} pictures"
+        if machine:
+            text += (
+                f"; {settings['dtype']}, guidance {settings['guidance']:g}, {hardware_label(machine)}, "
+                f"torch {machine['torch']}"
+            )
+        sections.append(Section(text=f"{text}.", table=_table(shown), note=NOTE if caption else ""))
     return sections
 
 

@@ -26,7 +26,7 @@ CHAIN_REACH, SHORT_CHAIN_REACH, TREE_REACH = 1.75, 2.05, 2.4  # b; short: of les
 TREE_DIFFICULTY = 0.82  # of the difficulty of a chain
 PRIOR_DIFFICULTY = 0.13  # passes per token of a long chain: between an emoji (0.05) and a photo (0.2)
 _PRIOR_CELLS = 4.0  # cells that the prior is worth
-_TRIED_ROWS, _LOSS = 3, 1.05  # rows that are drafted in any case; what counts as slower than plain decoding
+_LOSS = 0.5  # over the number of rows drafted: how much slower than plain decoding is too slow
 Costs = tuple[tuple[int, float], ...]  # (nodes, milliseconds), ascending
 
 
@@ -49,7 +49,7 @@ class Budget:
     chain: str = "1:10/12:16/18:20/24:24/32:30/64:55"
     tree: str | None = None
     init: Literal["above", "left", "above-right", "both", "previous"] = "above"
-    retry: int = 4
+    retry: int = 12
 
     def __post_init__(self) -> None:
         if self.retry < 1:
@@ -74,14 +74,15 @@ class Budget:
         return cheapest_size(chain, parse_costs(self.tree) if self.tree else (), difficulty, row)
 
     def _has_lost_time(self, history: History, step: int) -> bool:
-        """Whether the cells that were drafted took clearly longer than plain decoding would have; after some rows."""
+        """Whether the cells that were drafted took longer than plain decoding would have; the more, the surer."""
         plain = dict(parse_costs(self.chain)).get(1)
         drafted = (history.pass_index[: step + 1] >= 0) & (history.depth[: step + 1] > 0)
-        if plain is None or drafted.sum() < _TRIED_ROWS * history.layout.row_stride:
+        rows = drafted.sum() / history.layout.row_stride
+        if plain is None or rows < 1:
             return False
         nodes, costs = history.nodes[: step + 1][drafted], parse_costs(self.tree or self.chain)
         spent = np.interp(nodes, [n for n, _ in costs], [ms for _, ms in costs])
-        return bool((spent / (history.accepted[: step + 1][drafted] + 1.0)).mean() > _LOSS * plain)
+        return bool((spent / (history.accepted[: step + 1][drafted] + 1.0)).mean() > (1 + _LOSS / rows) * plain)
 
     def _difficulty(self, history: History, step: int) -> float:
         """Passes per token of a long chain near `step`, by what passes there accepted."""

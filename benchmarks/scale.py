@@ -41,6 +41,7 @@ from underdraw.verifiers.exact import Exact
 CHAMELEON_VQGAN = VQArch(widths=(128, 128, 256, 256, 512))
 TOY_VQGAN = VQArch(widths=(32, 32), codes=128, latent=32, code_dim=32)
 WARMUP, PASSES = 6, 24
+SIZES = (1, 8, 16, 32, 64, 128)  # nodes of a pass
 
 
 def median_ms(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
@@ -64,7 +65,7 @@ def time_prefill(target: DecoderTarget, shape: ModelShape, batch: int, device: t
 
 
 def time_passes(target: DecoderTarget, shape: ModelShape, graphs: GraphCache | None, device: torch.device) -> float:
-    """Median milliseconds of a plain pass."""
+    """Median milliseconds of a pass that accepts one token."""
     sampler = Sampler(shape.layout, [0], top_k=shape.top_k, device=device)
     steps = decode(
         target, Forced(), NoTree(), Exact(), shape.prompts(1), sampler, guidance=shape.guidance, graphs=graphs
@@ -99,7 +100,11 @@ def measure(name: str, placement: Placement) -> dict[str, Any]:
     graphs = make_graph_cache(device, "auto", "row-invariant")
     record: dict[str, Any] = {"model": f"random:{name}", "tokens": shape.layout.stop - shape.layout.start - 1}
     record["prefill_ms"] = {str(batch): time_prefill(target, shape, batch, device) for batch in (1, 8)}
-    record["pass_ms"] = time_passes(target, shape, graphs, device)
+    sizes = (1,) if graphs is None else SIZES
+    record["pass_ms"] = {
+        str(size): time_passes(target, shape, None if graphs is None else graphs.with_min_bucket(size), device)
+        for size in sizes
+    }
     side = shape.layout.width * (2 if is_toy else CHAMELEON_VQGAN.downsample)
     record["pixels_ms"], record["side"] = time_pixels(shape, device, is_toy=is_toy), side
     images = pictures(side)

@@ -29,8 +29,8 @@ EXTRA_COLUMN = "extra_columns"  # JSON of columns that the first prompts of a fi
 NESTED = ("settings", "versions", "codes")  # fields that Parquet stores as JSON text
 KINDS: Mapping[str, str] = {  # Parquet types of the fields of every row
     "index": "int64", "id": "string", "repeat": "int64", "prompt": "string", "seed": "int64", "model": "string",
-    "revision": "string", "passes": "int64", "tokens": "int64", "tokens_per_pass": "double", "mean_depth": "double",
-    "mean_nodes": "double", "plain_passes": "int64", "identical": "bool_",
+    "revision": "string", "passes": "int64", "tokens": "int64", "tokens_per_pass": "float64", "mean_depth": "float64",
+    "mean_nodes": "float64", "plain_passes": "int64", "identical": "bool_",
     **dict.fromkeys(NESTED, "string"),
 }  # fmt: skip
 
@@ -162,7 +162,7 @@ def column_kind(value: object) -> str | None:
     """The Parquet type of a value of a prompt file; None where it may have any."""
     if value is None:
         return None
-    for kind, name in ((bool, "bool_"), (int, "int64"), (float, "double"), (str, "string")):
+    for kind, name in ((bool, "bool_"), (int, "int64"), (float, "float64"), (str, "string")):
         if isinstance(value, kind):
             return name
     return "json"
@@ -179,8 +179,8 @@ def infer_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _common_kind(kinds: set[str]) -> str:
-    if kinds == {"int64", "double"}:
-        return "double"
+    if kinds == {"int64", "float64"}:
+        return "float64"
     return next(iter(kinds), "string") if len(kinds) < 2 else "json"
 
 
@@ -196,9 +196,8 @@ def _parquet_schema(columns: Mapping[str, str]) -> Any:
     image = arrow.field("image", arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())]))
     # Hugging Face `datasets` then decodes the column to pictures.
     features: dict[str, Any] = {"image": {"_type": "Image"}}
-    features |= {name: {"dtype": str(kind.type), "_type": "Value"} for name, kind in zip(kinds, fields, strict=True)}
-    for feature in features.values():
-        feature.update({"dtype": "float64"} if feature.get("dtype") == "double" else {})
+    dtypes = (kind.replace("json", "string").replace("bool_", "bool") for kind in kinds.values())
+    features |= {name: {"dtype": dtype, "_type": "Value"} for name, dtype in zip(kinds, dtypes, strict=True)}
     metadata = {"huggingface": json.dumps({"info": {"features": features}}), "underdraw": json.dumps(dict(columns))}
     return arrow.schema([image, *fields], metadata=metadata)
 

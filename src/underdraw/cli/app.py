@@ -31,6 +31,7 @@ COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsi
     "evaluate": "underdraw.cli.evaluate",
     "evaluate statistics": "underdraw.cli.statistics",
     "verify": "underdraw.cli.verify",
+    "plan": "underdraw.cli.plan",
     "models": "underdraw.cli.models",
     "models inspect": "underdraw.cli.inspect",
     "train": "underdraw.cli.train",

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.connection import Connection, Pipe, wait
@@ -37,6 +37,7 @@ QUEUE = 2  # images handed to a worker per slot
 DEATHS_TOGETHER, DEATHS = 2, 3  # of the workers of an image: until it is drawn alone, until it is given up
 MAX_RESTARTS = 4  # of a worker that has finished nothing since it started
 STOP_SECONDS = 10.0
+PROGRAM = ("-m", "underdraw.distributed.process")
 
 
 def total_threads() -> int:
@@ -90,10 +91,15 @@ class _Process:
 class Processes:
     """Draws in `count` processes, each with a GPU or a share of the cores."""
 
-    def __init__(self, options: WorkerOptions, count: int) -> None:
-        self._options, self._threads = options, max(1, total_threads() // count)
+    def __init__(self, options: WorkerOptions, count: int, program: Sequence[str] = PROGRAM) -> None:
+        """`program` has the arguments of Python that start a worker process."""
+        self._options, self._program, self._threads = options, program, max(1, total_threads() // count)
         self._workers = [self._launch(number) for number in range(count)]
         self._deaths: Counter[int] = Counter()  # by index of the image
+
+    def process_ids(self) -> list[int]:
+        """The worker processes that are alive or were a moment ago."""
+        return [worker.process.pid for worker in self._workers]
 
     def start(self) -> ModelInfo:
         for worker in self._workers:  # they load in parallel
@@ -110,7 +116,8 @@ class Processes:
     def _receive(self, worker: _Process) -> Any:
         """The answer of a worker; raises the error that it sent instead."""
         try:
-            answer = worker.connection.recv()
+            while isinstance(answer := worker.connection.recv(), Progress):
+                pass  # the last report of an earlier run
         except (EOFError, OSError):
             raise CapacityError(
                 f"worker {worker.number} ended with code {worker.process.wait()} before it drew anything; is there "
@@ -125,11 +132,12 @@ class Processes:
         for worker in self._workers:
             worker.connection.send(("tree", tree))
         self._waiting: Iterator[PlannedImage] = iter(images)
+        self._is_exhausted = False
         self._suspects: deque[PlannedImage] = deque()
         while True:
             for worker in list(self._workers):
                 yield from self._hand_out(worker)
-            if not any(worker.images for worker in self._workers) and not self._suspects:
+            if self._is_exhausted and not self._suspects and not any(worker.images for worker in self._workers):
                 return
             for ready in wait([worker.connection for worker in self._workers]):
                 worker = next(worker for worker in self._workers if worker.connection is ready)
@@ -144,6 +152,7 @@ class Processes:
         while worker.is_ready and not worker.is_alone and len(worker.images) + len(new) < QUEUE * self._options.slots:
             image = next(self._waiting, None)
             if image is None:
+                self._is_exhausted = True
                 break
             new.append(image)
         worker.images |= {image.index: image for image in new}
@@ -185,7 +194,7 @@ class Processes:
                 self._suspects.append(image)
             else:
                 again.append(image)
-        self._waiting = chain(again, self._waiting)
+        self._waiting, self._is_exhausted = chain(again, self._waiting), False
         self._workers.remove(worker)
         if worker.restarts < MAX_RESTARTS:
             replacement = self._launch(worker.number)
@@ -200,7 +209,7 @@ class Processes:
     def _launch(self, number: int) -> _Process:
         ours, theirs = Pipe()
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
-        command = [sys.executable, "-m", "underdraw.distributed.process", str(theirs.fileno())]
+        command = [sys.executable, *self._program, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         theirs.close()
         ours.send((self._options, number))

@@ -1,0 +1,119 @@
+"""Images per hour of some GPUs, and the GPU hours of a million: from measured times and tokens per pass. No torch.
+
+An image takes a prefill, `tokens / tokens per pass` passes and the decoding of its codes to pixels. PNG files are
+compressed by a thread while the next passes run, so they count only if they take longer than the rest. Images that are
+drawn together share passes: a batch of b trees of n nodes is a pass over b * n nodes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from underdraw.errors import ConfigError, unknown
+from underdraw.io import read_json_object
+
+PACKAGED = "costs/h200.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """Measured times of one model on one GPU, in milliseconds."""
+
+    device: str
+    tokens: int  # of an image, drawn by passes
+    pass_ms: Mapping[int, float]  # by nodes
+    prefill_ms: float  # of one prompt
+    pixels_ms: float
+    png_ms: float
+    png_bytes: int
+
+    def pass_time(self, nodes: float) -> float:
+        """Milliseconds of a pass over `nodes` nodes, between the measured sizes on a line."""
+        sizes = sorted(self.pass_ms)
+        if nodes > sizes[-1]:
+            raise ConfigError(
+                f"passes were measured up to {sizes[-1]} nodes and this asks for {nodes:g}; use a smaller --batch or "
+                "--nodes."
+            )
+        for low, high in pairwise(sizes):
+            if nodes <= high:
+                share = max(0.0, nodes - low) / (high - low)
+                return self.pass_ms[low] + share * (self.pass_ms[high] - self.pass_ms[low])
+        return self.pass_ms[sizes[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is drawn, and with what."""
+
+    images: float
+    gpus: int
+    tokens_per_pass: float
+    nodes: int  # of a draft tree; 1 without one
+    batch: int  # images that a GPU draws together
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Throughput, and where the time of an image goes."""
+
+    tokens_per_pass: float
+    images_per_hour: float  # of all GPUs
+    hours: float  # for all images
+    gpu_hours_per_million: float
+    shares: dict[str, float]  # of the time of an image: prefill, passes, pixels, PNG
+    bytes_per_second: float  # written by all GPUs
+
+
+def read_costs(model: str, path: Path | None = None) -> ModelCosts:
+    """The costs of a model from a file of `benchmarks/scale.py`, or those that come with the package."""
+    if path is None:
+        record: dict[str, Any] = json.loads(files("underdraw.assets").joinpath(PACKAGED).read_text())
+    else:
+        record = read_json_object(path, "measured costs")
+    try:
+        models = {row["model"]: row for row in record["results"]}
+        if model not in models:
+            raise unknown("measured model", model, models)
+        row = models[model]
+        return ModelCosts(
+            device=record["machine"]["device"],
+            tokens=row["tokens"],
+            pass_ms={int(nodes): float(spent) for nodes, spent in row["pass_ms"].items()},
+            prefill_ms=row["prefill_ms"]["8"] / 8,  # the prompts of a batch are prefilled together
+            pixels_ms=row["pixels_ms"],
+            png_ms=row["png_ms"]["noise"],
+            png_bytes=row["png_bytes"]["noise"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} has no times of benchmarks/scale.py ({error!r}); measure them again.") from None
+
+
+def estimate(costs: ModelCosts, work: Workload) -> Capacity:
+    """Throughput of a workload."""
+    passes = costs.tokens / work.tokens_per_pass
+    times = {
+        "prefill": costs.prefill_ms,
+        "passes": passes * costs.pass_time(work.batch * work.nodes) / work.batch,
+        "pixels": costs.pixels_ms,
+    }
+    busy = sum(times.values())
+    times["PNG"] = max(0.0, costs.png_ms - busy)  # what the other work does not hide
+    seconds = sum(times.values()) / 1000
+    per_hour = work.gpus * 3600 / seconds
+    return Capacity(
+        tokens_per_pass=work.tokens_per_pass,
+        images_per_hour=per_hour,
+        hours=work.images / per_hour,
+        gpu_hours_per_million=1e6 * seconds / 3600,
+        shares={name: spent / (1000 * seconds) for name, spent in times.items()},
+        bytes_per_second=costs.png_bytes * per_hour / 3600,
+    )

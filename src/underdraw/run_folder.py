@@ -44,12 +44,19 @@ class Rank:
     def draws(self, index: int) -> bool:
         return index % self.world == self.rank
 
+    def lock_folder(self, folder: Path) -> Path:
+        """What to lock, so that the ranks of a launcher share `folder` with each other and with nobody else."""
+        return folder if self.rank == 0 else folder / f".rank{self.rank:05d}"
+
+
+ALONE = Rank()
+
 
 class RunFolder:
     """One run. Between `open` and `close` no other process writes into the folder, except for the other ranks."""
 
-    def __init__(self, folder: Path, rank: Rank | None = None) -> None:
-        self.folder, self.rank = folder, rank or Rank()
+    def __init__(self, folder: Path, rank: Rank = ALONE) -> None:
+        self.folder, self.rank = folder, rank
         self._suffix = "" if self.rank.world == 1 else f"-rank{self.rank.rank:05d}"
         self._locks = ExitStack()
         self._settings: dict[str, Any] = {}
@@ -59,8 +66,7 @@ class RunFolder:
 
     def lock(self) -> None:
         """Refuse to share the folder with another run. The operating system drops the lock of a dead process."""
-        folder = self.folder if self.rank.rank == 0 else self.folder / f".rank{self.rank.rank:05d}"
-        self._locks.enter_context(FolderLock(folder, "a run of images"))
+        self._locks.enter_context(FolderLock(self.rank.lock_folder(self.folder), "a run of images"))
 
     def close(self) -> None:
         self._locks.close()

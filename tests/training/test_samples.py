@@ -115,3 +115,15 @@ def test_damaged_shard_is_named(samples: Path, tmp_path: Path) -> None:
     (tmp_path / "samples-00000.safetensors").write_bytes((samples / "samples-00000.safetensors").read_bytes()[:50])
     with pytest.raises(CheckpointError, match=r"samples-00000\.safetensors are damaged"):
         Samples.load(tmp_path)
+
+
+def test_workers_write_the_same_shards(small_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a red fox\na blue fox\na ghost\n")
+    common = ["train", "samples", "--model", small_model, "--prompts", tmp_path / "p.txt", "--count", 7, "--batch", 2]
+    assert call(*common, "--out", tmp_path / "one").code == 0
+    done = call(*common, "--out", tmp_path / "two", "--workers", 2)
+    assert done.code == 0 and "7 samples of 3 texts" in done.out, done.err
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert len(files) == 4 and sorted(path.name for path in (tmp_path / "two").iterdir()) == files
+    for name in files:
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()

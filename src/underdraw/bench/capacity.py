@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -28,24 +28,33 @@ class ModelCosts:
     device: str
     tokens: int  # of an image, drawn by passes
     pass_ms: Mapping[int, float]  # by nodes
-    prefill_ms: float  # of one prompt
-    pixels_ms: float
-    png_ms: float
-    png_bytes: int
+    prefill_ms: Mapping[int, float] = field(default_factory=lambda: {1: 0.0})  # of so many prompts together
+    pixels_ms: float = 0.0
+    png_ms: float = 0.0
+    png_bytes: int = 0
+    unmeasured: tuple[str, ...] = ()  # parts that the file has no times of; they count as nothing
 
     def pass_time(self, nodes: float) -> float:
         """Milliseconds of a pass over `nodes` nodes, between the measured sizes on a line."""
-        sizes = sorted(self.pass_ms)
-        if nodes > sizes[-1]:
+        if nodes > max(self.pass_ms):
             raise ConfigError(
-                f"passes were measured up to {sizes[-1]} nodes and this asks for {nodes:g}; use a smaller --batch or "
-                "--nodes."
+                f"passes were measured up to {max(self.pass_ms)} nodes and this asks for {nodes:g}; use a smaller "
+                "--batch or --nodes."
             )
-        for low, high in pairwise(sizes):
-            if nodes <= high:
-                share = max(0.0, nodes - low) / (high - low)
-                return self.pass_ms[low] + share * (self.pass_ms[high] - self.pass_ms[low])
-        return self.pass_ms[sizes[-1]]
+        return _interpolate(self.pass_ms, nodes)
+
+    def prefill_time(self, batch: int) -> float:
+        """Milliseconds per prompt if `batch` of them are prefilled together."""
+        together = min(batch, max(self.prefill_ms))
+        return _interpolate(self.prefill_ms, together) / together
+
+
+def _interpolate(curve: Mapping[int, float], position: float) -> float:
+    """The value of a measured curve, on a line between its points."""
+    for low, high in pairwise(sorted(curve)):
+        if position <= high:
+            return curve[low] + max(0.0, position - low) / (high - low) * (curve[high] - curve[low])
+    return curve[max(curve)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +90,34 @@ def read_costs(model: str, path: Path | None = None) -> ModelCosts:
         models = {row["model"]: row for row in record["results"]}
         if model not in models:
             raise unknown("measured model", model, models)
-        row = models[model]
-        return ModelCosts(
-            device=record["machine"]["device"],
-            tokens=row["tokens"],
-            pass_ms={int(nodes): float(spent) for nodes, spent in row["pass_ms"].items()},
-            prefill_ms=row["prefill_ms"]["8"] / 8,  # the prompts of a batch are prefilled together
-            pixels_ms=row["pixels_ms"],
-            png_ms=row["png_ms"]["noise"],
-            png_bytes=row["png_bytes"]["noise"],
-        )
+        return _parse_costs(record["machine"]["device"], models[model])
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} has no times of benchmarks/scale.py ({error!r}); measure them again.") from None
 
 
+def _parse_costs(device: str, row: Mapping[str, Any]) -> ModelCosts:
+    pass_ms = {int(nodes): float(spent) for nodes, spent in row["pass_ms"].items()}
+    parts = {"prefill": "prefill_ms", "pixels": "pixels_ms", "PNG": "png_ms"}
+    unmeasured = tuple(name for name, key in parts.items() if key not in row)
+    return ModelCosts(
+        device,
+        row["tokens"],
+        pass_ms,
+        prefill_ms={int(batch): spent for batch, spent in row.get("prefill_ms", {1: 0.0}).items()},
+        pixels_ms=row.get("pixels_ms", 0.0),
+        png_ms=row["png_ms"]["noise"] if "png_ms" in row else 0.0,
+        png_bytes=row["png_bytes"]["noise"] if "png_bytes" in row else 0,
+        unmeasured=unmeasured,
+    )
+
+
 def estimate(costs: ModelCosts, work: Workload) -> Capacity:
     """Throughput of a workload."""
     passes = costs.tokens / work.tokens_per_pass
     times = {
-        "prefill": costs.prefill_ms,
+        "prefill": costs.prefill_time(work.batch),
         "passes": passes * costs.pass_time(work.batch * work.nodes) / work.batch,
         "pixels": costs.pixels_ms,
     }

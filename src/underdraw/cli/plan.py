@@ -73,6 +73,7 @@ def plan(
         rows.append(estimate(measured, work))
     record: dict[str, Any] = {
         "model": model, "device": measured.device, "pictures": pictures, "gpus": gpus, "nodes": nodes, "batch": batch,
+        "unmeasured": list(measured.unmeasured),
         "rows": [{**asdict(row), **_cost(row, price)} for row in rows],
     }  # fmt: skip
     print_result("\n".join(_lines(record)), record, as_json=json, quiet=quiet)
@@ -96,4 +97,6 @@ def _lines(record: dict[str, Any]) -> list[str]:
             f"{record['pictures']:,.0f} in {row['hours']:,.1f} hours; {row['gpu_hours_per_million']:,.0f} GPU hours"
             f"{cost or ' per million'}; {shares}; writes {row['bytes_per_second'] / 1e6:.1f} MB/s"
         )
+    if record["unmeasured"]:
+        lines.append(f"  without {', '.join(record['unmeasured'])}, whose times were not measured")
     return lines

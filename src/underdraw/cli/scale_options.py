@@ -79,9 +79,7 @@ class ScaleOptions:
             raise ConfigError("--actors and --gpus-per-actor are for Ray; add --ray auto.")
         low, high = self.pool
         if not 1 <= low <= high <= MAX_WORKERS:
-            raise ConfigError(
-                f"--actors {self.actors} is not allowed; use a number, or MIN:MAX, from 1 to {MAX_WORKERS}."
-            )
+            raise ConfigError(f"--actors {self.actors} is not allowed; use COUNT or MIN:MAX, from 1 to {MAX_WORKERS}.")
         if self.gpus_per_actor is not None and not 0 <= self.gpus_per_actor <= 64:
             raise ConfigError(f"--gpus-per-actor {self.gpus_per_actor:g} is out of range; use 0 to 64.")
 

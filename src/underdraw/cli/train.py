@@ -68,6 +68,9 @@ Count = Annotated[
     int, typer.Option("--count", min=1, metavar="COUNT", help="Images to sample; fewer prompts are used repeatedly.")
 ]
 SampleBatch = Annotated[int, typer.Option(min=1, metavar="COUNT", help="Images sampled at once, and per file.")]
+Workers = Annotated[
+    int, typer.Option(min=1, metavar="COUNT", help="Processes that sample, each with a GPU or a share of the cores.")
+]
 Temperature = Annotated[
     list[float] | None,
     typer.Option(min=0, metavar="NUMBER", help="Repeat it to alternate by batch. Default: that of the model."),
@@ -102,13 +105,17 @@ def samples(
     images: Images = None,
     count: Count = 1024,
     batch: SampleBatch = 64,
+    workers: Workers = 1,
     temperature: Temperature = None,
     seed: Seed = 0,
     model: options.Model = "tiny",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Sample images from a model, or encode image files, for a drafter to learn from."""
+    """Sample images from a model, or encode image files, for a drafter to learn from.
+
+    Ranks of torchrun and SLURM share the work.
+    """
     if (prompts is None) == (images is None):
         raise ConfigError("give either --prompts FILE to sample images, or --images FOLDER to encode them.")
     check_number("--count", count, 1, MAX_SAMPLES)
@@ -117,18 +124,28 @@ def samples(
     for number in temperature or []:
         options.check_sampling_options(None, number, None, None, None)
     check_folder(out)
+    from underdraw.distributed.ranks import current_rank, local_rank, run_ranks
     from underdraw.prompts import load_prompts
-    from underdraw.training.samples import encode_samples, generate_samples, read_captioned_images
+    from underdraw.training.samples import Samples, encode_samples, generate_samples, read_captioned_images
 
-    began = time.perf_counter()
-    if images is not None:
+    began, rank = time.perf_counter(), current_rank()
+    if workers > 1:
+        source = ["--images", str(images)] if prompts is None else ["--prompts", str(prompts), "--count", str(count)]
+        heat = [word for value in temperature or () for word in ("--temperature", str(value))]
+        words = ["--out", out, "--batch", batch, "--seed", seed, "--model", model, "--device", device, "--dtype", dtype]
+        run_ranks(["train", "samples", *source, *map(str, words), *heat], min(workers, -(-count // batch)))
+        written = Samples.load(out)
+    elif images is not None:
         pairs = read_captioned_images(images)
-        written = encode_samples(load_target(model, device, dtype), pairs, out, batch=batch)
+        target = load_target(model, device, dtype, local_rank())
+        written = encode_samples(target, pairs, out, batch=batch, rank=rank)
     else:
         texts = load_prompts(str(prompts))
         repeated = [texts[index % len(texts)] for index in range(count)]
-        target = load_target(model, device, dtype)
-        written = generate_samples(target, repeated, out, batch=batch, seed=seed, temperatures=temperature or ())
+        target = load_target(model, device, dtype, local_rank())
+        written = generate_samples(
+            target, repeated, out, batch=batch, seed=seed, temperatures=temperature or (), rank=rank
+        )
     seconds = time.perf_counter() - began
     print(f"{out}: {len(written)} samples of {len(set(written.texts))} texts, {seconds:.1f} s")
 
@@ -211,11 +228,12 @@ def start_logging(*, is_main: bool = True) -> None:
     logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
 
 
-def load_target(model: str, device: str, dtype: str) -> LoadedModel:
-    """The model that a drafter is trained for, with TF32 matrix products on a GPU."""
+def load_target(model: str, device: str, dtype: str, number: int = 0) -> LoadedModel:
+    """The model that a drafter is trained for, with TF32 matrix products on a GPU: that of process `number`."""
     import torch
 
+    from underdraw.distributed.worker import worker_device
     from underdraw.models.loading import load_model, open_model, resolve_placement
 
     torch.set_float32_matmul_precision("high")
-    return load_model(open_model(model), resolve_placement(device, dtype))
+    return load_model(open_model(model), resolve_placement(worker_device(device, number), dtype))

@@ -25,6 +25,7 @@ from underdraw.models.family import ImageSize, LoadedModel
 from underdraw.nn.weights import open_safetensors, read_safetensors_header, write_safetensors
 from underdraw.pipeline import Pipeline
 from underdraw.protocols import Prompt
+from underdraw.run_folder import ALONE, Rank
 from underdraw.shards import ImageSource, find_shards, list_shard, read_source
 
 
@@ -104,13 +105,17 @@ def generate_samples(
     batch: int = 64,
     seed: int = 0,
     temperatures: Sequence[float] = (),
+    rank: Rank = ALONE,
 ) -> Samples:
-    """Sample an image for each text with the model's default settings; shards cycle through `temperatures`."""
+    """Sample an image for each text with the model's default settings; shards cycle through `temperatures`.
+
+    Ranks share the shards of a folder; each returns what is there when it has finished its own.
+    """
     layout, pipe = model.make_layout(model.resolve_size(None, None)), Pipeline(model, drafter="forced", tree="none")
     pipe.set_progress_bar_config(disable=True)
     settings = {"model": fingerprint(model), "seed": seed, "temperatures": list(temperatures)}
-    with FolderLock(Path(folder), "samples"):
-        for shard, start, path in _missing_shards(Path(folder), texts, batch, settings):
+    with FolderLock(rank.lock_folder(Path(folder)), "samples"):
+        for shard, start, path in _missing_shards(Path(folder), texts, batch, settings, rank):
             part = list(texts[start : start + batch])
             temperature = temperatures[shard % len(temperatures)] if temperatures else None
             seeds = list(range(seed + start, seed + start + len(part)))
@@ -120,13 +125,18 @@ def generate_samples(
 
 
 def encode_samples(
-    model: LoadedModel, images: Sequence[tuple[str, ImageSource]], folder: str | Path, *, batch: int = 64
+    model: LoadedModel,
+    images: Sequence[tuple[str, ImageSource]],
+    folder: str | Path,
+    *,
+    batch: int = 64,
+    rank: Rank = ALONE,
 ) -> Samples:
     """Encode image files with their captions; images are cropped to the model's aspect ratio and resized."""
     size = model.resolve_size(None, None)
     texts, settings = [text for text, _ in images], {"model": fingerprint(model), "seed": None, "temperatures": None}
-    with FolderLock(Path(folder), "samples"):
-        for _, start, path in _missing_shards(Path(folder), texts, batch, settings):
+    with FolderLock(rank.lock_folder(Path(folder)), "samples"):
+        for _, start, path in _missing_shards(Path(folder), texts, batch, settings, rank):
             pixels = [_read_pixels(file, size) for _, file in images[start : start + batch]]
             codes = model.image_tokenizer.encode(torch.stack(pixels).to(model.placement.device)).cpu()
             _write(path, codes_to_tokens(model.make_layout(size), codes), texts[start : start + batch], settings)
@@ -141,11 +151,15 @@ def fingerprint(model: LoadedModel) -> dict[str, Any]:
 
 
 def _missing_shards(
-    folder: Path, texts: Sequence[str], batch: int, settings: Mapping[str, Any]
+    folder: Path, texts: Sequence[str], batch: int, settings: Mapping[str, Any], rank: Rank
 ) -> Iterator[tuple[int, int, Path]]:
-    """Number, first row and path of the shards that are not written yet."""
-    remove_unfinished(folder)
-    for shard, start in enumerate(tqdm(range(0, len(texts), batch), desc="samples", unit="shard", disable=None)):
+    """Number, first row and path of this rank's shards that are not written yet."""
+    if rank.world == 1:  # other ranks may be writing
+        remove_unfinished(folder)
+    is_hidden = None if rank.rank == 0 else True  # None shows it on a terminal
+    for shard, start in enumerate(tqdm(range(0, len(texts), batch), desc="samples", unit="shard", disable=is_hidden)):
+        if not rank.draws(shard):
+            continue
         path = folder / f"samples-{shard:05d}.safetensors"
         if not path.exists():
             yield shard, start, path

@@ -18,15 +18,7 @@ from itertools import chain
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import TYPE_CHECKING, Any
 
-from underdraw.distributed.planned_images import (
-    Event,
-    FailedImage,
-    ModelInfo,
-    PlannedImage,
-    Progress,
-    PromptCheck,
-    WorkerOptions,
-)
+from underdraw.distributed import planned_images as planned
 from underdraw.errors import CapacityError, UnderdrawError
 
 if TYPE_CHECKING:
@@ -54,13 +46,13 @@ class ThisProcess:
     def __init__(self, worker: ImageWorker) -> None:
         self._worker = worker
 
-    def start(self) -> ModelInfo:
+    def start(self) -> planned.ModelInfo:
         return self._worker.describe()
 
-    def check(self, prompts: list[str]) -> PromptCheck:
+    def check(self, prompts: list[str]) -> planned.PromptCheck:
         return self._worker.check(prompts)
 
-    def draw(self, images: Iterable[PlannedImage], tree: str) -> Iterator[Event]:
+    def draw(self, images: Iterable[planned.PlannedImage], tree: str) -> Iterator[planned.Event]:
         worker, waiting = self._worker, iter(images)
         worker.set_tree(tree)
         while True:
@@ -85,13 +77,13 @@ class _Process:
     is_ready: bool = False
     is_alone: bool = False  # draws one image that others may have ended for
     restarts: int = 0  # since it last finished an image
-    images: dict[int, PlannedImage] = field(default_factory=dict)
+    images: dict[int, planned.PlannedImage] = field(default_factory=dict)
 
 
 class Processes:
     """Draws in `count` processes, each with a GPU or a share of the cores."""
 
-    def __init__(self, options: WorkerOptions, count: int, program: Sequence[str] = PROGRAM) -> None:
+    def __init__(self, options: planned.WorkerOptions, count: int, program: Sequence[str] = PROGRAM) -> None:
         """`program` has the arguments of Python that start a worker process."""
         self._options, self._program, self._threads = options, program, max(1, total_threads() // count)
         self._workers = [self._launch(number) for number in range(count)]
@@ -101,22 +93,22 @@ class Processes:
         """The worker processes that are alive or were a moment ago."""
         return [worker.process.pid for worker in self._workers]
 
-    def start(self) -> ModelInfo:
+    def start(self) -> planned.ModelInfo:
         for worker in self._workers:  # they load in parallel
             if not worker.is_ready:
-                self._info: ModelInfo = self._receive(worker)
+                self._info: planned.ModelInfo = self._receive(worker)
                 worker.is_ready = True
         return self._info
 
-    def check(self, prompts: list[str]) -> PromptCheck:
+    def check(self, prompts: list[str]) -> planned.PromptCheck:
         self._workers[0].connection.send(("check", prompts))
-        answer: PromptCheck = self._receive(self._workers[0])
+        answer: planned.PromptCheck = self._receive(self._workers[0])
         return answer
 
     def _receive(self, worker: _Process) -> Any:
         """The answer of a worker; raises the error that it sent instead."""
         try:
-            while isinstance(answer := worker.connection.recv(), Progress):
+            while isinstance(answer := worker.connection.recv(), planned.Progress):
                 pass  # the last report of an earlier run
         except (EOFError, OSError):
             raise CapacityError(
@@ -127,13 +119,13 @@ class Processes:
             raise answer
         return answer
 
-    def draw(self, images: Iterable[PlannedImage], tree: str) -> Iterator[Event]:
+    def draw(self, images: Iterable[planned.PlannedImage], tree: str) -> Iterator[planned.Event]:
         self._tree = tree
         for worker in self._workers:
             worker.connection.send(("tree", tree))
-        self._waiting: Iterator[PlannedImage] = iter(images)
+        self._waiting: Iterator[planned.PlannedImage] = iter(images)
         self._is_exhausted = False
-        self._suspects: deque[PlannedImage] = deque()
+        self._suspects: deque[planned.PlannedImage] = deque()
         while True:
             for worker in list(self._workers):
                 yield from self._hand_out(worker)
@@ -143,9 +135,9 @@ class Processes:
                 worker = next(worker for worker in self._workers if worker.connection is ready)
                 yield from self._take(worker)
 
-    def _hand_out(self, worker: _Process) -> Iterator[Event]:
+    def _hand_out(self, worker: _Process) -> Iterator[planned.Event]:
         """Give a worker images until it has enough for its slots."""
-        new: list[PlannedImage] = []
+        new: list[planned.PlannedImage] = []
         if worker.is_ready and self._suspects and not worker.images:
             new.append(self._suspects.popleft())
             worker.is_alone = True
@@ -162,7 +154,7 @@ class Processes:
             except OSError:  # it has just ended
                 yield from self._replace(worker)
 
-    def _take(self, worker: _Process) -> Iterator[Event]:
+    def _take(self, worker: _Process) -> Iterator[planned.Event]:
         """Read what a worker sent."""
         try:
             message = worker.connection.recv()
@@ -171,16 +163,16 @@ class Processes:
             return
         if isinstance(message, UnderdrawError):  # a replacement that could not load the model
             raise message
-        if isinstance(message, ModelInfo):
+        if isinstance(message, planned.ModelInfo):
             worker.is_ready = True
             worker.connection.send(("tree", self._tree))
             return
-        if not isinstance(message, Progress):
+        if not isinstance(message, planned.Progress):
             worker.images.pop(message.image.index, None)
             worker.restarts, worker.is_alone = 0, False
         yield message
 
-    def _replace(self, worker: _Process) -> Iterator[Event]:
+    def _replace(self, worker: _Process) -> Iterator[planned.Event]:
         """Start a new process instead of one that ended, and hand its images to others."""
         worker.connection.close()
         code = worker.process.wait()
@@ -189,7 +181,7 @@ class Processes:
         for image in worker.images.values():
             self._deaths[image.index] += 1
             if self._deaths[image.index] >= DEATHS:
-                yield FailedImage(image, f"the worker that drew it alone ended with code {code}", False)
+                yield planned.FailedImage(image, f"the worker that drew it alone ended with code {code}", False)
             elif self._deaths[image.index] >= DEATHS_TOGETHER:
                 self._suspects.append(image)
             else:

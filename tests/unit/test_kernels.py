@@ -40,9 +40,10 @@ for tile in TILES:
 """
 QUANTIZED_GEMM = """
 import torch
-from quantized_gemm_cases import FORMATS, check_quantized_gemm
+from quantized_gemm_cases import check_assembly, check_quantized_gemm
 
-for weight_format in FORMATS:
+check_assembly()
+for weight_format in ("int8", "fp8", "int4"):
     for rows in (1, 19):
         check_quantized_gemm(weight_format, rows, torch.device("cpu"), torch.float32, 1e-5)
 """

@@ -59,7 +59,9 @@ def test_packed_and_stored_matrices_are_the_same(weight_format: QuantizedFormat,
     quantized = quantize(matrix(outputs), weight_format)
     packed = quantized.pack(outputs // 2)
     assert torch.equal(packed.dequantize().transpose(1, 2).flatten(0, 1), quantized.dequantize())
-    stored = QuantizedWeight.from_stored(*packed.to_stored())
+    words = packed.to_words()
+    assert words.values.dtype == torch.int16 and torch.equal(words.unpack().values, quantized.values)
+    stored = QuantizedWeight.from_stored(*words.to_stored())
     assert stored.inputs == 384 and stored.format == weight_format
     assert torch.equal(stored.values, quantized.values) and torch.equal(stored.scale, quantized.scale)
 

@@ -19,6 +19,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 FEW_ROWS = 16  # up to here our kernel with gate and residual inside is faster than BLAS and separate kernels
+MAX_COUNTERS = 2**16  # tiles whose programs can be counted
 _MIN_SHARED_MEMORY = 99 * 1024  # bytes a block may use on any GPU with bfloat16
 
 
@@ -135,6 +136,16 @@ def gemm(
             num_warps=warps, num_stages=max(stages, 1),
         )  # fmt: skip
     return out
+
+
+@functools.cache
+def arrival_counters(device: torch.device) -> Tensor:
+    """Programs that have finished, by tile; every kernel leaves them at zero. Kept forever: CUDA graphs read them.
+
+    For kernels that run one after the other, in one stream.
+    """
+    with torch.inference_mode(False):
+        return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -1,9 +1,15 @@
 # ruff: noqa: N803
 """Row-invariant GEMM with int8, fp8 or int4 weights that are dequantised inside the kernel. Needs Triton.
 
-As in `kernels.gemm`, every output is one sum over K in float32 from the first input to the last, whatever the tile
-sizes and the number of rows. Quantised values are exact in the dtype of the inputs. The scale of an int8 or fp8 output
-is applied once, to the finished sum; int4 sums one group of inputs after the other and adds each, scaled, by one FMA.
+The inputs of an output are divided into segments that depend on the matrix alone. Each segment is summed in float32
+from its first input to its last, and the sums of the segments are added in order. So the bits of a row do not depend on
+the number of rows or the tile sizes. With few rows, where a GEMM takes as long as its chain of dependent instructions,
+segments run side by side, and the last program of a tile to finish adds their sums up.
+
+Quantised values (`nn.quantized_weight`) are exact in the dtype of the inputs. The scale of an int8 or fp8 output is
+applied once, to the finished sum; the sum of an int4 group is scaled before it is added, by one FMA. A weight is read
+in words of 16 bits, which hold one value of each of two or four consecutive blocks of inputs ("planes"): with loads of
+8 bits Triton orders the inputs of an instruction differently for few and for many rows.
 """
 
 from __future__ import annotations
@@ -15,51 +21,55 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from underdraw.kernels.gemm import shared_memory, store_tile
+from underdraw.kernels.gemm import MAX_COUNTERS, arrival_counters, shared_memory, store_tile
 
-# Inline PTX: the four bytes of a register to four bfloat16 in two. Triton converts one value after the other, at a
-# quarter of the rate that reading int8 weights at full bandwidth needs.
+PLANES = {"int8": 2, "fp8": 2, "int4": 4}  # values in a word of 16 bits
+_BUSY_PROGRAMS = 264  # programs that keep an H200 busy
+
+# Inline PTX: a plane of two words to two bfloat16 values, at a fraction of the instructions of Triton's conversions.
 # int8: 0x43uu is 128 + the low 7 bits, or 256 with the sign bit alone; their difference is the signed value.
-_INT8_ASM = tl.constexpr("""{
-    .reg .b32 a, b, c, p, q;
+_INT8_PLANES = tl.constexpr(
+    tuple(
+        f"""{{
+    .reg .b32 a, c, p, t;
     mov.b32 c, 0xbf80bf80;
-    prmt.b32 a, $2, 0x43434343, 0x4140;
-    prmt.b32 b, $2, 0x43434343, 0x4342;
-    and.b32 p, a, 0xff80ff80;
-    and.b32 q, b, 0xff80ff80;
-    and.b32 a, a, 0xff7fff7f;
-    and.b32 b, b, 0xff7fff7f;
+    shr.b32 t, $1, {8 * plane};
+    lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 p, t, 0x00800080, 0x43004300, 0xea;
     fma.rn.bf16x2 $0, p, c, a;
-    fma.rn.bf16x2 $1, q, c, b;
-}""")
+}}"""
+        for plane in range(2)
+    )
+)
 # fp8: sign, exponent and mantissa moved to those of a bfloat16, whose exponent bias is larger by 120.
-_FP8_ASM = tl.constexpr("""{
-    .reg .b32 a, b, c, p, q, z;
+_FP8_PLANES = tl.constexpr(
+    tuple(
+        f"""{{
+    .reg .b32 a, c, s, z;
     mov.b32 c, 0x7b807b80;
     mov.b32 z, 0x80008000;
-    prmt.b32 a, $2, 0, 0x1404;
-    prmt.b32 b, $2, 0, 0x3424;
-    and.b32 p, a, 0x80008000;
-    and.b32 q, b, 0x80008000;
-    shr.b32 a, a, 4;
-    shr.b32 b, b, 4;
+    {"shl.b32 a, $1, 4; shl.b32 s, $1, 8;" if plane == 0 else "shr.b32 a, $1, 4; mov.b32 s, $1;"}
     and.b32 a, a, 0x07f007f0;
-    and.b32 b, b, 0x07f007f0;
-    or.b32 a, a, p;
-    or.b32 b, b, q;
+    lop3.b32 a, s, z, a, 0xea;
     fma.rn.bf16x2 $0, a, c, z;
-    fma.rn.bf16x2 $1, b, c, z;
-}""")
+}}"""
+        for plane in range(2)
+    )
+)
 # int4: 0x430n is 128 + n, and n is the value plus 8.
-_INT4_ASM = tl.constexpr("""{
-    .reg .b32 a, b, c, z;
+_INT4_PLANES = tl.constexpr(
+    tuple(
+        f"""{{
+    .reg .b32 a, c, z;
     mov.b32 c, 0x3f803f80;
     mov.b32 z, 0xc308c308;
-    prmt.b32 a, $2, 0x43434343, 0x4140;
-    prmt.b32 b, $2, 0x43434343, 0x4342;
+    shr.b32 a, $1, {4 * plane};
+    lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
     fma.rn.bf16x2 $0, a, c, z;
-    fma.rn.bf16x2 $1, b, c, z;
-}""")
+}}"""
+        for plane in range(4)
+    )
+)
 
 
 class QuantizedTile(NamedTuple):
@@ -67,35 +77,38 @@ class QuantizedTile(NamedTuple):
 
     rows: int
     outputs: int
-    inputs: int
     warps: int
     stages: int
     weight_first: bool = False  # whether the weight is the left operand of the tensor cores
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _dequantize(w, dtype: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bytes of a weight as exact values of `dtype`; of int4 the lower halves of the bytes, without their scale."""
+def _plane(word, dtype: tl.constexpr, PLANE: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A plane of 16-bit words as exact values of `dtype`, without their scale."""
     if ASM and dtype == tl.bfloat16:
         if FORMAT == "int8":
-            value = tl.inline_asm_elementwise(_INT8_ASM, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4)
+            int8: tl.constexpr = _INT8_PLANES[PLANE]
+            value = tl.inline_asm_elementwise(int8, "=r,r", [word], dtype=tl.bfloat16, is_pure=True, pack=2)
         elif FORMAT == "fp8":
-            value = tl.inline_asm_elementwise(_FP8_ASM, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4)
+            fp8: tl.constexpr = _FP8_PLANES[PLANE]
+            value = tl.inline_asm_elementwise(fp8, "=r,r", [word], dtype=tl.bfloat16, is_pure=True, pack=2)
         else:
-            value = tl.inline_asm_elementwise(_INT4_ASM, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4)
-    elif FORMAT == "int8":
-        value = w.to(tl.int8, bitcast=True).to(tl.float32).to(dtype)
-    elif FORMAT == "fp8":
-        wide = w.to(tl.int32)
-        bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
-        value = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2 ** 120
+            int4: tl.constexpr = _INT4_PLANES[PLANE]
+            value = tl.inline_asm_elementwise(int4, "=r,r", [word], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif FORMAT == "int4":
+        value = (((word.to(tl.int32) >> (4 * PLANE)) & 15) - 8).to(tl.float32).to(dtype)
     else:
-        value = (w.to(tl.float32) - 8).to(dtype)
+        byte = (word.to(tl.int32) >> (8 * PLANE)) & 255
+        if FORMAT == "int8":
+            value = ((byte ^ 128) - 128).to(tl.float32).to(dtype)
+        else:
+            bits = ((byte & 128) << 24) | ((byte & 127) << 20)
+            value = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2 ** 120
     return value
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _dot(a, w, total, WEIGHT_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_product(a, w, total, WEIGHT_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
     """total + a (M, K) times w (N, K) transposed: (M, N), or (N, M) with the weight first."""
     if WEIGHT_FIRST:
         return tl.dot(w, tl.trans(a), total, input_precision="ieee")
@@ -104,137 +117,175 @@ def _dot(a, w, total, WEIGHT_FIRST: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _channel_scaled(total, scale, n, outputs, WEIGHT_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums times the scales of their outputs, as (M, N)."""
-    if WEIGHT_FIRST:
-        total = tl.trans(total)
-    return total * tl.load(scale + n, mask=n < outputs, other=0.0)[None, :]
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _add_group(  # type: ignore[no-untyped-def]
-    total, a, w, scale, dtype: tl.constexpr, ASM: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
-):  # fmt: skip
-    """total plus the scaled sum over one group of int4 inputs."""
-    part = _dot(a, _dequantize(w, dtype, "int4", ASM), tl.zeros(total.shape, tl.float32), WEIGHT_FIRST)
-    if WEIGHT_FIRST:
-        return tl.fma(part, tl.broadcast_to(scale[:, None], total.shape), total)
-    else:
-        return tl.fma(part, tl.broadcast_to(scale[None, :], total.shape), total)
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _channel_gemm(  # type: ignore[no-untyped-def]
-    x, weight, scale, residual, out, rows, outputs, inputs, FORMAT: tl.constexpr, GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ASM: tl.constexpr,
+def _add_block(  # type: ignore[no-untyped-def]
+    total, x_row, word, is_row, start, inputs, scales, group, groups, dtype: tl.constexpr, FORMAT: tl.constexpr,
+    PLANES: tl.constexpr, BLOCK: tl.constexpr, GROUP_PLANES: tl.constexpr, ASM: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x (rows, inputs) @ weight (outputs, inputs)^T with one scale per output, gated, plus a residual."""
-    m, n = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
-    k = tl.arange(0, K)
-    is_row = m[:, None] < rows
-    dtype = x.dtype.element_ty
-    total = tl.zeros([N, M] if WEIGHT_FIRST else [M, N], tl.float32)
-    up_total = total
-    x_row = x + m[:, None].to(tl.int64) * inputs + k[None, :]
-    w_row = weight + (n[:, None] % outputs).to(tl.int64) * inputs + k[None, :]  # past the end: computed, not stored
-    for start in range(0, inputs, K):
-        inside = start + k[None, :] < inputs
-        a = tl.load(x_row + start, mask=is_row & inside, other=0.0)
-        w = tl.load(w_row + start, mask=inside, other=0, eviction_policy="evict_first")
-        total = _dot(a, _dequantize(w, dtype, FORMAT, ASM), total, WEIGHT_FIRST)
-        if GATED:
-            w = tl.load(w_row + outputs.to(tl.int64) * inputs + start, mask=inside, other=0,
-                        eviction_policy="evict_first")  # fmt: skip
-            up_total = _dot(a, _dequantize(w, dtype, FORMAT, ASM), up_total, WEIGHT_FIRST)
-    total = _channel_scaled(total, scale, n, outputs, WEIGHT_FIRST)
-    if GATED:
-        up_total = _channel_scaled(up_total, scale + outputs, n, outputs, WEIGHT_FIRST)
-    store_tile(total, up_total, residual, out, m, n, rows, outputs, GATED, RESIDUAL)
+    """total plus the products of all planes of some words, from the first input to the last."""
+    k = tl.arange(0, BLOCK)[None, :]
+    part = total
+    for plane in tl.static_range(PLANES):
+        column = start + plane * BLOCK
+        a = tl.load(x_row + column, mask=is_row & (column + k < inputs), other=0.0)
+        if FORMAT == "int4" and plane % GROUP_PLANES == 0:
+            part = tl.zeros(total.shape, tl.float32)
+        part = _add_product(a, _plane(word, dtype, plane, FORMAT, ASM), part, WEIGHT_FIRST)
+        if FORMAT == "int4" and plane % GROUP_PLANES == GROUP_PLANES - 1:
+            index = group + plane // GROUP_PLANES
+            scale = tl.load(scales + index, mask=index + tl.zeros(scales.shape, tl.int32) < groups, other=0.0)
+            scale = scale[:, None] if WEIGHT_FIRST else scale[None, :]
+            total = tl.fma(part, tl.broadcast_to(scale, total.shape), total)
+    return total if FORMAT == "int4" else part
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _group_gemm(  # type: ignore[no-untyped-def]
-    x, weight, scale, residual, out, rows, outputs, inputs, pairs, GROUP: tl.constexpr, GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+def _segment_sums(  # type: ignore[no-untyped-def]
+    x_row, w_row, w_up, s_row, s_up, is_row, inputs, groups, first, last, dtype: tl.constexpr, FORMAT: tl.constexpr,
+    PLANES: tl.constexpr, BLOCK: tl.constexpr, GROUP_PLANES: tl.constexpr, GATED: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, ASM: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The same with int4 weights (outputs, pairs * GROUP): a byte holds an input of an even group and one of the next.
-
-    Scales are (outputs, 2 * pairs); that of a group past the last input is 0.
-    """
-    m, n = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
-    k = tl.arange(0, GROUP)
-    is_row = m[:, None] < rows
-    dtype = x.dtype.element_ty
+    """Sums of the blocks from `first` to `last`; those of the second half of a gated weight too."""
     total = tl.zeros([N, M] if WEIGHT_FIRST else [M, N], tl.float32)
-    up_total = total
-    x_row = x + m[:, None].to(tl.int64) * inputs + k[None, :]
-    row = (n % outputs).to(tl.int64)
-    w_row, s_row = weight + row[:, None] * (pairs * GROUP) + k[None, :], scale + row * (2 * pairs)
-    w_up, s_up = outputs.to(tl.int64) * (pairs * GROUP), outputs.to(tl.int64) * (2 * pairs)
-    for pair in range(0, pairs):
-        start = pair * (2 * GROUP)
-        even = tl.load(x_row + start, mask=is_row & (start + k[None, :] < inputs), other=0.0)
-        odd = tl.load(x_row + start + GROUP, mask=is_row & (start + GROUP + k[None, :] < inputs), other=0.0)
-        w = tl.load(w_row + pair * GROUP, eviction_policy="evict_first")
-        even_scale, odd_scale = tl.load(s_row + 2 * pair), tl.load(s_row + 2 * pair + 1)
-        total = _add_group(total, even, w & 15, even_scale, dtype, ASM, WEIGHT_FIRST)
-        total = _add_group(total, odd, w >> 4, odd_scale, dtype, ASM, WEIGHT_FIRST)
+    up_total = tl.zeros([N, M] if WEIGHT_FIRST else [M, N], tl.float32)
+    for block in range(first, last):
+        start, group = block * (PLANES * BLOCK), block * (PLANES // GROUP_PLANES)
+        word = tl.load(w_row + block * BLOCK, eviction_policy="evict_first")
+        total = _add_block(
+            total, x_row, word, is_row, start, inputs, s_row, group, groups, dtype, FORMAT, PLANES, BLOCK, GROUP_PLANES,
+            ASM, WEIGHT_FIRST,
+        )  # fmt: skip
         if GATED:
-            w = tl.load(w_row + w_up + pair * GROUP, eviction_policy="evict_first")
-            even_scale, odd_scale = tl.load(s_row + s_up + 2 * pair), tl.load(s_row + s_up + 2 * pair + 1)
-            up_total = _add_group(up_total, even, w & 15, even_scale, dtype, ASM, WEIGHT_FIRST)
-            up_total = _add_group(up_total, odd, w >> 4, odd_scale, dtype, ASM, WEIGHT_FIRST)
+            word = tl.load(w_row + w_up + block * BLOCK, eviction_policy="evict_first")
+            up_total = _add_block(
+                up_total, x_row, word, is_row, start, inputs, s_row + s_up, group, groups, dtype, FORMAT, PLANES, BLOCK,
+                GROUP_PLANES, ASM, WEIGHT_FIRST,
+            )  # fmt: skip
     if WEIGHT_FIRST:
         total, up_total = tl.trans(total), tl.trans(up_total)
-    store_tile(total, up_total, residual, out, m, n, rows, outputs, GATED, RESIDUAL)
+    return total, up_total
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator,unused-ignore]
+def _quantized_gemm(  # type: ignore[no-untyped-def]
+    x, weight, scale, residual, out, part, arrived, rows, outputs, inputs, groups, blocks, per_segment,
+    FORMAT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, GROUP_PLANES: tl.constexpr,
+    SEGMENTS: tl.constexpr, PARALLEL: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, ASM: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+):  # fmt: skip
+    """A tile of x (rows, inputs) @ weight (outputs, blocks of words)^T, gated, plus a residual."""
+    m, n = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
+    k = tl.arange(0, BLOCK)[None, :]
+    row = (n % outputs).to(tl.int64)  # past the end: computed, not stored
+    words = blocks * BLOCK
+    x_row, w_row = x + m[:, None].to(tl.int64) * inputs + k, weight + row[:, None] * words + k
+    w_up = outputs.to(tl.int64) * words
+    s_row, s_up = scale + row * groups, outputs.to(tl.int64) * groups
+    is_row = m[:, None] < rows
+    dtype = x.dtype.element_ty
+    if PARALLEL:
+        first = tl.program_id(2) * per_segment
+        total, up_total = _segment_sums(
+            x_row, w_row, w_up, s_row, s_up, is_row, inputs, groups, first, tl.minimum(first + per_segment, blocks),
+            dtype, FORMAT, PLANES, BLOCK, GROUP_PLANES, GATED, M, N, ASM, WEIGHT_FIRST,
+        )  # fmt: skip
+        is_last = True
+        if SEGMENTS > 1:
+            stored = is_row & (n[None, :] < outputs)
+            index = m[:, None].to(tl.int64) * outputs + n[None, :]
+            size = rows.to(tl.int64) * outputs
+            mine = part + tl.program_id(2) * (size * (1 + GATED)) + index
+            tl.store(mine, total, mask=stored)
+            if GATED:
+                tl.store(mine + size, up_total, mask=stored)
+            tl.debug_barrier()
+            counter = arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+            is_last = tl.atomic_add(counter, 1, sem="acq_rel") == SEGMENTS - 1
+            if is_last:
+                tl.store(counter, 0)
+                total = tl.zeros([M, N], tl.float32)
+                up_total = tl.zeros([M, N], tl.float32)
+                for segment in range(SEGMENTS):
+                    other = part + segment * (size * (1 + GATED)) + index
+                    total += tl.load(other, mask=stored, other=0.0, cache_modifier=".cg")
+                    if GATED:
+                        up_total += tl.load(other + size, mask=stored, other=0.0, cache_modifier=".cg")
+    else:
+        is_last = True
+        total = tl.zeros([M, N], tl.float32)
+        up_total = tl.zeros([M, N], tl.float32)
+        for segment in range(SEGMENTS):
+            first = segment * per_segment
+            sums, up_sums = _segment_sums(
+                x_row, w_row, w_up, s_row, s_up, is_row, inputs, groups, first, tl.minimum(first + per_segment, blocks),
+                dtype, FORMAT, PLANES, BLOCK, GROUP_PLANES, GATED, M, N, ASM, WEIGHT_FIRST,
+            )  # fmt: skip
+            total += sums
+            up_total += up_sums
+    if is_last:
+        if FORMAT == "int8" or FORMAT == "fp8":
+            total *= tl.load(scale + n, mask=n < outputs, other=0.0)[None, :]
+            if GATED:
+                up_total *= tl.load(scale + outputs + n, mask=n < outputs, other=0.0)[None, :]
+        store_tile(total, up_total, residual, out, m, n, rows, outputs, GATED, RESIDUAL)
+
+
+def segment_inputs(outputs: int, inputs: int) -> int:
+    """Inputs of a segment: a function of the matrix alone. Narrow matrices have more segments."""
+    count = 2 if outputs >= 8192 else 4
+    return max(-(-inputs // count // 512), 1) * 512
 
 
 def quantized_gemm(
     x: Tensor,
-    values: Tensor,
+    words: Tensor,
     scale: Tensor,
     weight_format: str,
+    plane_width: int,
+    group_size: int,
     *,
     gated: bool = False,
     residual: Tensor | None = None,
     tile: QuantizedTile | None = None,
 ) -> Tensor:
-    """x (rows, in) @ weight (out, in)^T -> (rows, out), from the bytes and scales of `nn.quantized_weight`.
+    """x (rows, in) @ weight (out, in)^T -> (rows, out), from the words (out, W) and scales of a `QuantizedWeight`.
 
-    `gated` takes the weight as (2 out, in), gate rows first; `residual` (rows, out) is added to the rounded product.
+    `plane_width` are the inputs of a plane, `group_size` those of an int4 group. `gated` takes the weight as
+    (2 out, in), gate rows first; `residual` (rows, out) is added to the rounded product.
     """
     rows, inputs = x.shape
-    outputs = values.shape[0] // 2 if gated else values.shape[0]
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    tile = tile or _tile(rows, outputs, x.dtype)
-    is_int4 = weight_format == "int4"
-    pairs = scale.shape[1] // 2 if is_int4 else 0
-    block = values.shape[1] // pairs if is_int4 else min(tile.inputs, max(triton.next_power_of_2(inputs), 32))
-    weight_bytes = tile.outputs * (1 + gated) * block
-    stage = tile.rows * block * (1 + is_int4) * x.element_size() + weight_bytes
-    stages = max(min(tile.stages, 1 + shared_memory(x.device) // stage), 1)
+    outputs = words.shape[0] // 2 if gated else words.shape[0]
+    tile, planes = tile or _tile(rows, outputs, x.dtype, gated or weight_format == "int4"), PLANES[weight_format]
+    groups = scale.shape[1] if scale.ndim == 2 else 1
+    blocks = triton.cdiv(inputs, planes * plane_width)
+    per_segment = max(segment_inputs(words.shape[0], inputs) // (planes * plane_width), 1)
+    segments = triton.cdiv(blocks, per_segment)
     grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows)
-    tensors = x.contiguous(), values, scale, out if residual is None else residual.contiguous(), out
-    options = {
-        "GATED": gated, "RESIDUAL": residual is not None, "M": tile.rows, "N": tile.outputs, "ASM": x.is_cuda,
-        "WEIGHT_FIRST": tile.weight_first, "num_warps": tile.warps, "num_stages": stages,
-    }  # fmt: skip
+    is_parallel = segments > 1 and grid[0] * grid[1] < min(_BUSY_PROGRAMS, MAX_COUNTERS)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    part, arrived = out, out
+    if is_parallel:
+        part = torch.empty(segments, 1 + gated, rows, outputs, dtype=torch.float32, device=x.device)
+        arrived = arrival_counters(x.device)
+    stage = plane_width * (tile.rows * planes * x.element_size() + tile.outputs * (1 + gated) * words.element_size())
+    stages = max(min(tile.stages, (shared_memory(x.device) - 8192) // stage), 1)
     with torch.cuda.device_of(x):
-        if is_int4:
-            _group_gemm[grid](*tensors, rows, outputs, inputs, pairs, GROUP=block, **options)
-        else:
-            _channel_gemm[grid](*tensors, rows, outputs, inputs, FORMAT=weight_format, K=block, **options)
+        _quantized_gemm[(grid[0], grid[1], segments if is_parallel else 1)](
+            x.contiguous(), words, scale, out if residual is None else residual.contiguous(), out, part, arrived, rows,
+            outputs, inputs, groups, blocks, per_segment, FORMAT=weight_format, PLANES=planes, BLOCK=plane_width,
+            GROUP_PLANES=max(group_size // plane_width, 1), SEGMENTS=segments, PARALLEL=is_parallel, GATED=gated,
+            RESIDUAL=residual is not None, M=tile.rows, N=tile.outputs, ASM=x.is_cuda, WEIGHT_FIRST=tile.weight_first,
+            num_warps=tile.warps, num_stages=stages,
+        )  # fmt: skip
     return out
 
 
-def _tile(rows: int, outputs: int, dtype: torch.dtype) -> QuantizedTile:
-    """Tile sizes by rows. The weight is always first: with rows first, Triton orders the inputs of 8-bit weights
-    differently for few and for many rows."""
+def _tile(rows: int, outputs: int, dtype: torch.dtype, needs_registers: bool) -> QuantizedTile:
+    """Tile sizes by shape."""
     if dtype == torch.float32:
-        return QuantizedTile(16, 32, 32, 4, 2) if rows <= 16 else QuantizedTile(64, 64, 32, 8, 2)
+        return QuantizedTile(16, 32, 4, 2) if rows <= 16 else QuantizedTile(64, 64, 8, 2)
     if rows <= 16:
-        return QuantizedTile(16, 64, *((128, 4, 6) if outputs >= 8192 else (256, 4, 4)), weight_first=True)
+        return QuantizedTile(16, 64 if outputs >= 8192 else 32, 4, 4)
     if rows <= 32:
-        return QuantizedTile(32, 64, 256, 4, 4, weight_first=True)
-    return QuantizedTile(128, 64, 128, 4, 3, weight_first=True)
+        return QuantizedTile(32, 64 if outputs >= 8192 else 32, 4, 4)
+    return QuantizedTile(64 if rows <= 64 or needs_registers else 128, 64, 4, 3, weight_first=True)

@@ -17,7 +17,6 @@ tail in a fixed order.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +24,13 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from underdraw.kernels.gemm import MAX_COUNTERS, arrival_counters
 from underdraw.plan import MAX_GPU_DEPTH
 
 TAIL = MAX_GPU_DEPTH + 1  # positions before a query that are summed one by one; more than a tree is deep
 _GROUP = 16  # keys that a tensor core instruction sums together; boundaries are multiples of it
 _BUSY = 264 * 64  # head widths in flight that keep an H200 busy: wide heads need fewer splits
 _MAX_SPLITS = 16
-_MAX_COUNTERS = 2**16
 _MIN_TILE = 16  # rows of a tensor core instruction
 
 
@@ -245,13 +244,6 @@ def default_tuning(groups: int, width: int, queries: int, dtype: torch.dtype) ->
     return AttentionTuning(splits, 2 if queries <= 2 else 4, 128, 1, queries <= 2, 4, 3)
 
 
-@functools.cache
-def _arrival_counters(device: torch.device) -> Tensor:
-    """Programs that have finished, by tile; every pass leaves them at zero. Kept forever: CUDA graphs read it."""
-    with torch.inference_mode(False):
-        return torch.zeros(_MAX_COUNTERS, dtype=torch.int32, device=device)
-
-
 def tree_attention(
     q: Tensor,
     keys: Tensor,
@@ -277,7 +269,7 @@ def tree_attention(
     padded_width = max(triton.next_power_of_2(width), 16)
     tail_width = max(padded_width // tuning.tail_parts, 16)
     tail_parts = padded_width // tail_width
-    joins = tuning.joins and pairs * tiles <= _MAX_COUNTERS
+    joins = tuning.joins and pairs * tiles <= MAX_COUNTERS
     part = torch.empty(pairs, splits + 1, queries, padded_width, dtype=torch.float32, device=q.device)
     top, total = torch.empty(2, pairs, splits + 1, queries, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, count, heads * width, dtype=q.dtype, device=q.device)
@@ -286,7 +278,7 @@ def tree_attention(
     with torch.cuda.device_of(q):
         _sums[(pairs, splits + tail_parts, tiles)](
             q, keys, values, committed, depths, ancestors.view(torch.uint8), part, top, total, out,
-            _arrival_counters(q.device) if joins else total, *q.stride()[:3], *keys.stride()[:2], depths.stride(0),
+            arrival_counters(q.device) if joins else total, *q.stride()[:3], *keys.stride()[:2], depths.stride(0),
             *ancestors.stride(), capacity, images, count, nodes, queries, width**-0.5, **shape, M=tile,
             KEYS=32 if is_float32 else 64, GROUP=_GROUP, TAIL=TAIL, TAIL_KEYS=tuning.tail_keys, TAIL_WIDTH=tail_width,
             TAIL_PARTS=tail_parts, ONE_BLOCK=TAIL + _GROUP - 1 + nodes <= tuning.tail_keys, JOIN=joins, SPLITS=splits,

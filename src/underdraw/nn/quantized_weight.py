@@ -1,8 +1,8 @@
 """Weight-only quantisation: matrices as bytes with float32 scales, int8 and fp8 per output, int4 per group of inputs.
 
-All formats are symmetric, so a zero weight stays zero. Values are stored as uint8 in every format, so that a module's
-`.to(dtype)` does not touch them. An int4 byte holds an input of an even group in its lower half and the same input of
-the next group in its upper half; then a GPU reads whole groups with long loads (`kernels.quantized_gemm`).
+All formats are symmetric, so a zero weight stays zero. Values are stored as integers in every format, so that a
+module's `.to(dtype)` does not touch them. An int4 byte holds an input of an even group in its lower half and the same
+input of the next group in its upper half. On a GPU values are words of 16 bits, for `kernels.quantized_gemm`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ QuantizedFormat = Literal["int8", "fp8", "int4"]
 WeightFormat = Literal["full", "int8", "fp8", "int4"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 GROUP = 128  # inputs that share a scale in int4
+_PLANE_WIDTH = 64  # inputs of a plane of words on a GPU
 _MIN_GROUP = 16  # matrices whose number of inputs is not a multiple of this stay as they are
 _LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}  # largest magnitudes; int4 has -8 too, for clipped values
 _STORED: dict[QuantizedFormat, torch.dtype] = {
@@ -36,12 +37,21 @@ def group_size(inputs: int) -> int:
     return min(GROUP, inputs & -inputs)
 
 
+def plane_width(inputs: int) -> int:
+    """Inputs of a plane of words: 64, or the largest power of two below it that divides `inputs`."""
+    return min(_PLANE_WIDTH, inputs & -inputs)
+
+
 def can_quantize(inputs: int) -> bool:
     return inputs % _MIN_GROUP == 0
 
 
 class QuantizedWeight(NamedTuple):
-    """A matrix (out, in) as bytes and scales. On a CPU the bytes may be packed, which `dequantize` keeps."""
+    """A matrix (out, in) as bytes and scales. On a CPU the bytes may be packed, which `dequantize` keeps.
+
+    On a GPU they are int16 words (out, W): blocks of two planes of `plane_width` inputs, of int4 four planes, whose
+    values share a word, the first in the lowest bits.
+    """
 
     values: Tensor  # uint8 (out, in), of int4 (out, P * group) with P pairs of groups; packed (packs, in, width)
     scale: Tensor  # float32 (out,); of int4 (out, 2 P), 0 for a group past the last input
@@ -54,12 +64,57 @@ class QuantizedWeight(NamedTuple):
         return self._replace(values=packs.contiguous())
 
     def unpack(self) -> QuantizedWeight:
-        """The same with values (out, in)."""
-        values = self.values if self.values.ndim == 2 else self.values.transpose(1, 2).flatten(0, 1)
+        """The same with bytes (out, in)."""
+        values = self.values
+        if values.ndim == 3:
+            values = values.transpose(1, 2).flatten(0, 1)
+        elif values.dtype == torch.int16:
+            values = self._pair_groups(self._from_words())
         return self._replace(values=values)
+
+    def to_words(self) -> QuantizedWeight:
+        """The same with values in words."""
+        if self.values.dtype == torch.int16:
+            return self
+        codes, planes, width = self._split_groups(self.unpack().values), self._planes, plane_width(self.inputs)
+        padded = torch.nn.functional.pad(codes, (0, -self.inputs % (planes * width)))
+        parts = padded.view(len(codes), -1, planes, width).unbind(2)
+        halves = [parts[0] | parts[1] << 4, parts[2] | parts[3] << 4] if planes == 4 else parts
+        words = torch.stack([*halves], -1).view(torch.int16)  # the first half in the lower byte
+        return self._replace(values=words.view(len(codes), -1))
+
+    @property
+    def _planes(self) -> int:
+        return 4 if self.format == "int4" else 2
+
+    def _from_words(self) -> Tensor:
+        """The codes (out, in) of words, one in a byte."""
+        outputs, width = len(self.values), plane_width(self.inputs)
+        parts = [*self.values.view(torch.uint8).view(outputs, -1, width, 2).unbind(-1)]
+        if self._planes == 4:
+            parts = [parts[0] & 15, parts[0] >> 4, parts[1] & 15, parts[1] >> 4]
+        return torch.stack(parts, 2).view(outputs, -1)[:, : self.inputs]
+
+    def _split_groups(self, values: Tensor) -> Tensor:
+        """One code (out, in) in a byte, from the pairs of int4."""
+        if self.format != "int4":
+            return values
+        halves = values.view(len(values), self.scale.shape[1] // 2, -1)
+        return torch.stack([halves & 15, halves >> 4], 2).view(len(values), -1)[:, : self.inputs]
+
+    def _pair_groups(self, codes: Tensor) -> Tensor:
+        """The inverse of `_split_groups`."""
+        if self.format != "int4":
+            return codes.contiguous()
+        pairs, group = self.scale.shape[1] // 2, group_size(self.inputs)
+        padded = torch.nn.functional.pad(codes, (0, 2 * pairs * group - self.inputs), value=8)
+        even, odd = padded.view(len(codes), pairs, 2, group).unbind(2)
+        return (even | odd << 4).reshape(len(codes), -1)
 
     def dequantize(self) -> Tensor:
         """The float32 matrix (out, in), or packed (packs, in, width)."""
+        if self.values.dtype == torch.int16:
+            return self.unpack().dequantize()
         packs = self.values if self.values.ndim == 3 else self.values.t()[None]  # (packs, in, width)
         count, _, width = packs.shape
         if self.format == "int4":

@@ -188,7 +188,8 @@ class QuantizedLinear(nn.Module):
     def reorder(self, order: Tensor) -> None:
         """Move row order[i] to row i, for all rows."""
         weight, self.order = self.weight.unpack(), order
-        self.values.data, self.scale.data = weight.values.data[order], weight.scale.data[order]
+        self.values = nn.Parameter(weight.values.data[order], requires_grad=False)
+        self.scale.data = weight.scale.data[order]
         self.pack()
 
     def pack(self) -> None:
@@ -196,7 +197,9 @@ class QuantizedLinear(nn.Module):
         weight = self.weight.unpack()
         if weight.values.is_cpu:
             weight = weight.pack(PACK_WIDTH if self.outputs % PACK_WIDTH == 0 else self.outputs)
-        self.values.data = weight.values.data
+        elif weight.values.is_cuda:
+            weight = weight.to_words()
+        self.values = nn.Parameter(weight.values.data, requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         # Seen as integers, bytes and scales are moved between devices but not cast to another dtype.

@@ -18,7 +18,7 @@ from underdraw.kernels.gemm import FEW_ROWS, add_rms_norm, gemm, rms_norm, silu_
 from underdraw.kernels.quantized_gemm import quantized_gemm
 from underdraw.nn.fused_layers import with_cache_kernel
 from underdraw.nn.layer_functions import LayerFunctions
-from underdraw.nn.quantized_weight import QuantizedWeight
+from underdraw.nn.quantized_weight import QuantizedWeight, group_size, plane_width
 from underdraw.nn.row_invariant import Linear
 from underdraw.nn.transformer import DecoderLayer, RMSNorm, Transformer
 
@@ -60,7 +60,9 @@ def _fused(
 ) -> Tensor:
     """x (rows, in) @ weight (out, in)^T by our kernels, gated, plus a residual."""
     if isinstance(weight, QuantizedWeight):
-        return quantized_gemm(x, weight.values, weight.scale, weight.format, gated=gated, residual=residual)
+        words, inputs = weight.to_words(), weight.inputs
+        parts = words.values, words.scale, words.format, plane_width(inputs), group_size(inputs)
+        return quantized_gemm(x, *parts, gated=gated, residual=residual)
     return gemm(x, weight, gated=gated, residual=residual)
 
 

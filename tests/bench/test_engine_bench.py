@@ -28,7 +28,17 @@ from underdraw.nn.transformer import Transformer
 from underdraw.plan import TreePlan
 from underdraw.registry import policies
 
-PARAMETERS = {"anole-7b": 6.7, "lumina-7b": 6.7, "llamagen-xl": 0.75, "janus-7b": 6.8, "emu3-8b": 8.0}  # billions
+PARAMETERS = {  # billions
+    "anole-7b": 6.7,
+    "lumina-7b": 6.7,
+    "lumina-2-7b": 7.2,
+    "llamagen-xl": 0.75,
+    "janus-7b": 6.8,
+    "emu3-8b": 8.0,
+    "glm-image-9b": 9.0,
+    "simplear-0.5b": 0.6,
+    "simplear-1.5b": 1.7,
+}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

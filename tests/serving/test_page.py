@@ -243,7 +243,7 @@ def test_embedded_model_on_the_page(browser: Browser) -> None:
     with run_server(Pipeline.from_pretrained("tiny"), slots=2) as running, open_page(browser, running.url) as visit:
         visit.page.click("#draw")
         visit.wait("() => document.querySelectorAll('#history li').length === 1", 300)
-        assert float(visit.text("#r-rate")) > 3  # tokens per pass
+        assert float(visit.text("#r-rate")) > 1.5  # tokens per pass
         assert visit.problems == []
 
 

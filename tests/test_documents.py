@@ -145,7 +145,7 @@ def test_first_command_of_the_readme(tmp_path: Path) -> None:
     assert Image.open(image).size == (192, 192) and np.asarray(Image.open(image)).std() > 20
 
 
-WITH_PYTHON = (ROOT / "README.md", ROOT / "docs" / "python.md")
+WITH_PYTHON = (ROOT / "README.md", ROOT / "docs" / "python.md", ROOT / "docs" / "integrations.md")
 PYTHON = [(page.stem, block) for page in WITH_PYTHON for block in blocks(page, "python")]
 
 

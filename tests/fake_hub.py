@@ -48,6 +48,14 @@ class FakeHub:
                 ]
                 return SimpleNamespace(siblings=siblings)
 
+            def create_repo(self, repository: str, **_: Any) -> None:
+                hub.files.setdefault(repository, {})
+
+            def upload_folder(self, *, repo_id: str, folder_path: str) -> str:
+                copy = shutil.copytree(folder_path, hub.cache / "uploads" / repo_id)
+                hub.add(repo_id, copy)
+                return f"https://huggingface.co/{repo_id}"
+
         monkeypatch.setattr(huggingface_hub, "HfApi", Api)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self._snapshot)
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, **_: str(self._fetch(name, file)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -15,6 +16,7 @@ from underdraw.errors import ConfigError, unknown
 from underdraw.models.family import LoadedModel
 from underdraw.models.lantern_drafters import load_nearest_codes
 from underdraw.models.loading import load_drafter_by_name, resolve_placement
+from underdraw.models.saving import save_drafter_repository, upload_folder
 from underdraw.nn.numerics import Numerics, resolve_numerics
 from underdraw.nn.quantized_weight import WeightFormat, is_quantized
 from underdraw.nn.row_invariant import pack_weights
@@ -246,6 +248,17 @@ class PipelineParts:
         choices = {"drafter": self.drafter_name, "tree": self.tree_name, "verifier": self.verifier_name}
         choices |= {"weights": self.weights} if is_quantized(self.weights) else {}
         return choices, folder if folder is not None and folder.is_dir() else None  # else it is a hub id
+
+    def push_drafter_to_hub(
+        self, name: str, *, base_model: str | None = None, token: str | None = None, private: bool = False
+    ) -> str:
+        """Upload the trained drafter in use with its model card; `drafter=name` loads it again. Returns the address.
+
+        `base_model` is the hub's name of the model, for the card of one that was loaded from a folder.
+        """
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = save_drafter_repository(self._drafter.source, self.model, Path(temporary), name, base_model)
+            return upload_folder(folder, name, token=token, private=private)
 
 
 def _check_part(name: str, spec: object, method: str) -> None:

@@ -15,10 +15,12 @@ from underdraw.errors import ConfigError, UnsupportedError, first_line
 from underdraw.io import as_path, read_json
 from underdraw.models.checkpoint import INDEX_FILES, SAVED_CHOICES_FILE, Checkpoint, read_tensors, tensor_shapes
 from underdraw.models.family import LoadedModel
-from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES
+from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES, is_hub_id
 from underdraw.nn.quantization import quantized_linears
 from underdraw.nn.row_invariant import QuantizedLinear
 from underdraw.nn.weights import SCALE, read_safetensors_header, write_safetensors
+
+_NOT_UPLOADED = ("state.pt", "*.lock", ".*")  # what only the training of a drafter needs
 
 
 def save_checkpoint(
@@ -102,6 +104,41 @@ def _copy_companions(model: LoadedModel, copy: Path) -> None:
             shutil.copytree(path, target)
         else:
             shutil.copy(path, target)
+
+
+def save_drafter_repository(
+    source: Path | str | None, model: LoadedModel, folder: Path, name: str, base_model: str | None = None
+) -> Path:
+    """Copy a drafter's files into `folder` as the repository `name`, with a model card.
+
+    The card is the README that training wrote (acceptance by level) with the hub's metadata; one that has metadata
+    stays as it is. `base_model` is the hub's name of the model, needed if the model was loaded from a folder.
+    """
+    path = None if source is None else Path(source).expanduser()
+    if path is None or not path.is_dir():
+        raise UnsupportedError("the drafter in use has no files here to upload; use the folder of a trained one.")
+    base_model = base_model or (model.name if is_hub_id(model.name) and not Path(model.name).exists() else None)
+    shutil.copytree(path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NOT_UPLOADED))
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8") if card.exists() else f"# Drafter for {base_model or model.name}\n"
+    if not text.startswith("---\n"):
+        card.write_text(_drafter_card(text, name, base_model), encoding="utf-8")
+    return folder
+
+
+def _drafter_card(text: str, name: str, base_model: str | None) -> str:
+    """A README with the hub's metadata before it and a way to use the drafter after it."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=base_model,
+        library_name="underdraw",
+        pipeline_tag="text-to-image",
+        tags=["underdraw", "drafter", "speculative-decoding", "autoregressive-image-generation"],
+    )
+    call = f'Pipeline.from_pretrained("{base_model or "MODEL"}", drafter="{name}")'
+    use = f"## Use\n\n```py\nfrom underdraw import Pipeline\n\npipe = {call}\n```\n"
+    return f"---\n{data.to_yaml()}\n---\n\n{text.rstrip()}\n\n{use}"
 
 
 def upload_folder(folder: Path, name: str, *, token: str | None, private: bool) -> str:

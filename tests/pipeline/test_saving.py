@@ -102,6 +102,7 @@ def test_push_to_hub_uploads_the_saved_folder(pipe: Pipeline, monkeypatch: pytes
     (_, token), (_, create), (_, upload) = FakeHub.calls
     assert token == {"token": "t"} and create == {"repo_id": "me/mine", "private": True, "exist_ok": True}
     assert {"config.json", "decoder/text.json", "drafter/model-0.safetensors", "underdraw.json"} <= upload["files"]
-    assert upload["choice"] == {"drafter": "drafter", "tree": "chain:depth=2", "verifier": "exact"}
+    choice = {"drafter": "drafter", "tree": "chain:depth=2", "verifier": "exact", "size": "12x12"}
+    assert upload["choice"] == choice
     with pytest.raises(UnderdrawError, match=r"403 Forbidden\); check the name and your token"):
         pipe.push_to_hub("nobody/refused")

@@ -26,7 +26,7 @@ CHAIN_REACH, SHORT_CHAIN_REACH, TREE_REACH = 1.75, 2.05, 2.4  # b; short: of les
 TREE_DIFFICULTY = 0.82  # of the difficulty of a chain
 PRIOR_DIFFICULTY = 0.13  # passes per token of a long chain: between an emoji (0.05) and a photo (0.2)
 _PRIOR_CELLS = 4.0  # cells that the prior is worth
-_LOSS = 0.5  # over the number of rows drafted: how much slower than plain decoding is too slow
+_LOSS = 0.3  # over the number of rows drafted: how much slower than plain decoding is too slow
 Costs = tuple[tuple[int, float], ...]  # (nodes, milliseconds), ascending
 
 
@@ -74,9 +74,13 @@ class Budget:
         return cheapest_size(chain, parse_costs(self.tree) if self.tree else (), difficulty, row)
 
     def _has_lost_time(self, history: History, step: int) -> bool:
-        """Whether the cells that were drafted took longer than plain decoding would have; the more, the surer."""
+        """Whether the cells that were drafted took longer than plain decoding would have; the more, the surer.
+
+        The first row does not count: nothing is above it that guesses could start from.
+        """
         plain = dict(parse_costs(self.chain)).get(1)
         drafted = (history.pass_index[: step + 1] >= 0) & (history.depth[: step + 1] > 0)
+        drafted[: history.layout.start + history.layout.row_stride] = False
         rows = drafted.sum() / history.layout.row_stride
         if plain is None or rows < 1:
             return False

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from underdraw.errors import ConfigError
-from underdraw.io import FolderLock, JsonlStore, atomic_write
+from underdraw.io import (
+    MAX_JSON_BYTES,
+    FolderLock,
+    JsonlStore,
+    atomic_write,
+    check_regular,
+    open_regular,
+    parse_json,
+)
 from underdraw.shards import Format, StoredImage, find_shards, read_shard, shard_name, write_shard
 
 METADATA_FILE = "metadata.jsonl"
@@ -212,14 +220,14 @@ def complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not path.exists():
         return
     offset = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_regular(path, "the rows of a run") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_JSON_BYTES), b""), start=1):
             if not line.endswith(b"\n"):
                 return
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 validate_row(row)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 raise ConfigError(
                     f"line {number} of {path} is damaged; delete that line, or start again with --force."
                 ) from None
@@ -238,6 +246,7 @@ def _truncate_to_lines(path: Path) -> None:
     """Remove a last line that was cut off, so that the next row starts on a line of its own."""
     if not path.exists():
         return
+    check_regular(path, "the rows of a run")
     with open(path, "rb+") as file:
         end = file.seek(0, 2)
         file.seek(max(0, end - 2**24))

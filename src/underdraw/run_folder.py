@@ -149,6 +149,7 @@ class RunFolder:
         if self._saved is None:
             if (self.folder / SETTINGS_FILE).exists():
                 self._delete()
+            remove_unfinished(self.folder)  # of a process that was killed while it wrote the first run.json
             self._saved = {"underdraw": __version__, "settings": self._settings, **(details or {})}
             atomic_write_json(self.folder / SETTINGS_FILE, self._saved)
         return self._saved

@@ -46,7 +46,7 @@ def rows_without_times(path: Path) -> dict[str, Any]:
 def check_case(index: int, runs: Path, here: Path) -> int:
     rng = case_random("run", index)
     name = "generate" if index % 3 else "bench"
-    lines = {"generate": ("manifest.jsonl",), "bench": ("rows.jsonl", "cells.jsonl")}[name]
+    lines = {"generate": ("metadata.jsonl",), "bench": ("rows.jsonl", "cells.jsonl")}[name]
     shutil.copytree(runs / name, here)
     victim = here / rng.choice([*lines, *lines, "run.json"])
     if not victim.exists():
@@ -94,7 +94,7 @@ def test_separators_in_prompts_are_read_back(separator: str, runs: Path, tmp_pat
     for expected in (2, 0):
         done = run_hostile("generate", *options[:-1], "-o", tmp_path / "run", "--json")
         assert done.code == 0 and done.record["drawn"] == expected and done.record["pictures"] == 2
-    row = json.loads((tmp_path / "run" / "manifest.jsonl").read_text(encoding="utf-8").split("\n")[0])
+    row = json.loads((tmp_path / "run" / "metadata.jsonl").read_text(encoding="utf-8").split("\n")[0])
     assert row["prompt"] == f"a red{separator}fox"
     assert run_hostile("evaluate", tmp_path / "run", "--against", tmp_path / "run").code == 0
     done = run_hostile("train", "samples", "-m", runs / "model", "--images", tmp_path / "run", "-o", tmp_path / "s")

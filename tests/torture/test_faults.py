@@ -57,7 +57,7 @@ def content(folder: Path, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         key = str(path.relative_to(folder))
-        if path.suffix == ".jsonl":
+        if path.suffix == ".jsonl" and path.name != "timings.jsonl":
             rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
             found[key] = sorted(str({k: v for k, v in row.items() if k not in TIMES}) for row in rows)
         elif path.suffix in (".png", ".safetensors") and name != "train drafter":

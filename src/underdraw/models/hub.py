@@ -6,9 +6,11 @@ files are listed before any weights are fetched, and `check` sees the configurat
 
 from __future__ import annotations
 
+import importlib
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -194,9 +196,9 @@ def _run(hub_id: str, action: Callable[[Any], Any]) -> Any:
 
 
 def connection_errors() -> tuple[type[Exception], ...]:
-    """Errors of a network that cannot be reached; those of httpx, which newer hub clients use, are no OSErrors."""
-    try:
-        from httpx import TransportError
-    except ImportError:
-        return (ConnectionError, TimeoutError)
-    return (ConnectionError, TimeoutError, TransportError)
+    """Errors of a network that cannot be reached; those of the hub's HTTP client need not be OSErrors."""
+    found: list[type[Exception]] = [ConnectionError, TimeoutError]
+    for name in ("httpx", "httpx2"):  # depends on the version of huggingface_hub
+        with suppress(ImportError):
+            found.append(importlib.import_module(name).TransportError)
+    return tuple(found)

@@ -27,7 +27,7 @@ def commands(pack: Path, drafter: str, pictures: Path, batch: int) -> dict[str, 
     return {
         "prompts": ["recipes.tiny.combinations", *pack_option, "--prompts", PROMPTS],
         "sheet": ["underdraw", "generate", *common, *folder, "--sheet", "docs/images/tiny-sheet.jpg", "--force"],
-        "statistics": ["underdraw", "evaluate", "statistics", *common, "--out", f"{RESULTS}/statistics.json"],
+        "statistics": ["underdraw", "evaluate", "statistics", *common, "-f", "--out", f"{RESULTS}/statistics.json"],
         "loss": ["recipes.tiny.grade_loss", *pack_option, "--into", f"{RESULTS}/statistics.json"],
         "subjects": [
             "recipes.tiny.grade_subjects", *pack_option, *drafter_option, "--batch", str(batch),

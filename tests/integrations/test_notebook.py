@@ -1,4 +1,4 @@
-"""examples/first_pictures.ipynb runs from top to bottom, and the outputs in the file are those of its cells."""
+"""examples/first_pictures.ipynb runs from top to bottom, and is stored with outputs."""
 
 from __future__ import annotations
 

@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from underdraw.errors import ConfigError
-from underdraw.io import (
-    MAX_JSON_BYTES,
-    FolderLock,
-    JsonlStore,
-    atomic_write,
-    check_regular,
-    open_regular,
-    parse_json,
-)
+from underdraw.io import MAX_JSON_BYTES, FolderLock, JsonlStore, atomic_write, check_regular, open_regular, parse_json
 from underdraw.shards import Format, StoredImage, find_shards, read_shard, shard_name, write_shard
 
 METADATA_FILE = "metadata.jsonl"
@@ -72,7 +64,7 @@ class ImageFiles:
         return index in self._indices
 
     def add(self, image: StoredImage) -> None:
-        name = f"{image.index:05d}.png"
+        name = image_name(image.index)
         with atomic_write(self.folder / name) as file:
             file.write(image.png)
         self._journal.append({"file_name": name, **image.row})
@@ -216,11 +208,11 @@ def _read_waiting(path: Path) -> StoredImage:
 
 
 def complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Offset and row of every complete line of a file of images; a damaged line is an error that names its number."""
+    """Offset and row of every complete line of metadata.jsonl; a damaged line is an error that names its number."""
     if not path.exists():
         return
     offset = 0
-    with open_regular(path, "the rows of a run") as file:
+    with open_regular(path, "rows of images") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_JSON_BYTES), b""), start=1):
             if not line.endswith(b"\n"):
                 return
@@ -236,17 +228,25 @@ def complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def validate_row(row: Mapping[str, Any]) -> None:
-    """Raise ValueError or KeyError unless the row has an index and, if it names a file, one in the folder itself."""
-    name = row.get("file_name", "image.png")
-    if not isinstance(row["index"], int) or not isinstance(name, str) or Path(name).name != name:
-        raise ValueError("a line needs a whole number as index and a file name without a folder")
+    """Raise ValueError or KeyError unless the row names its image's file and has the statistics of its passes."""
+    index = row["index"]
+    if type(index) is not int or index < 0 or row["file_name"] != image_name(index):
+        raise ValueError("a row needs a whole number as index, and the name of the file that belongs to it")
+    numbers = [row[key] for key in ("passes", "tokens", "mean_depth", "mean_nodes")]
+    if not isinstance(row["prompt"], str) or not all(type(number) in (int, float) for number in numbers):
+        raise ValueError("a row needs a prompt and numbers of passes and tokens")
+
+
+def image_name(index: int) -> str:
+    """The file of an image in a folder."""
+    return f"{index:05d}.png"
 
 
 def _truncate_to_lines(path: Path) -> None:
     """Remove a last line that was cut off, so that the next row starts on a line of its own."""
     if not path.exists():
         return
-    check_regular(path, "the rows of a run")
+    check_regular(path, "rows of images")
     with open(path, "rb+") as file:
         end = file.seek(0, 2)
         file.seek(max(0, end - 2**24))

@@ -17,7 +17,7 @@ from typing import Any
 
 from underdraw import __version__
 from underdraw.errors import ConfigError
-from underdraw.image_store import ImageFiles, ImageStore, RunLayout, Shards, complete_rows
+from underdraw.image_store import ImageFiles, ImageStore, RunLayout, Shards
 from underdraw.io import (
     FolderLock,
     JsonlStore,
@@ -86,7 +86,8 @@ class RunFolder:
             content = read_json(path, "the settings of a run")
         except ConfigError as error:
             raise ConfigError(f"{error} Choose a new folder, or add --force to start again.") from None
-        if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+        is_run = isinstance(content, dict) and isinstance(content.get("settings"), dict)
+        if not is_run or not isinstance(content.get("tree", ""), str):
             raise ConfigError(f"{path} has no settings; choose a new folder, or add --force to start again.")
         return content
 
@@ -125,7 +126,7 @@ class RunFolder:
             remove_unfinished(self.folder)
         self._store.resume()
         for path in sorted(self.folder.glob("failed*.jsonl")):
-            self._failed |= {row["index"]: row for row in JsonlStore(path).read()}
+            self._failed |= {row["index"]: row for row in JsonlStore(path, _validate_failed).read()}
         # What failed because of the prompt fails again; anything else is tried again.
         again = [index for index, row in self._failed.items() if not row["permanent"] and self.rank.draws(index)]
         for index in again:
@@ -147,6 +148,7 @@ class RunFolder:
         `details` are stored with the settings, but not compared when the run is resumed.
         """
         if self._saved is None:
+            remove_unfinished(self.folder)
             if (self.folder / SETTINGS_FILE).exists():
                 self._delete()
             remove_unfinished(self.folder)  # of a process that was killed while it wrote the first run.json
@@ -226,7 +228,7 @@ class RunFolder:
     def _are_all_ranks_done(self) -> bool:
         self._store.resume()
         for path in self.folder.glob("failed*.jsonl"):
-            self._failed |= {row["index"]: row for row in JsonlStore(path).read()}
+            self._failed |= {row["index"]: row for row in JsonlStore(path, _validate_failed).read()}
         return all(map(self.is_done, range(self._layout.images)))
 
     @staticmethod
@@ -265,8 +267,8 @@ class RunFolder:
         """Seconds that the images took, and those of plain decoding if it was compared."""
         seconds, plain, compared = 0.0, 0.0, False
         for path in self.folder.glob("timings*.jsonl"):
-            for _, row in complete_rows(path):
-                seconds += row.get("seconds", 0.0)
+            for row in JsonlStore(path, _validate_timing).read(skip_damaged=True):
+                seconds += row["seconds"]
                 if "plain_seconds" in row:
                     compared, plain = True, plain + row["plain_seconds"]
         return seconds, plain if compared else None
@@ -275,3 +277,15 @@ class RunFolder:
         if layout.format == "folder":
             return ImageFiles(self.folder, f"metadata{self._suffix}.jsonl")
         return Shards(self.folder, layout)
+
+
+def _validate_timing(row: Mapping[str, Any]) -> None:
+    """Raise unless the row has seconds; a damaged one is left out, since nothing depends on it."""
+    if not all(type(row.get(key, 0.0)) in (int, float) for key in ("seconds", "plain_seconds")) or "seconds" not in row:
+        raise ValueError("a row needs numbers of seconds")
+
+
+def _validate_failed(row: Mapping[str, Any]) -> None:
+    """Raise unless the row says which image failed, and whether its prompt was the reason."""
+    if type(row["index"]) is not int or type(row["permanent"]) is not bool or not isinstance(row["id"], str):
+        raise ValueError("a row needs an index, an id and whether it is permanent")

@@ -1,4 +1,4 @@
-"""Malformed manifests, run.json files and benchmark rows: a resumed run heals or refuses them, and loses nothing."""
+"""Malformed rows of images, run.json files and benchmark rows: a resumed run heals or refuses them, loses nothing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_damaged_runs(runs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\r"])
 def test_separators_in_prompts_are_read_back(separator: str, runs: Path, tmp_path: Path) -> None:
-    """Lines end at line feeds alone: in prompt files, manifests and benchmark rows."""
+    """Lines end at line feeds alone: in prompt files, metadata.jsonl and benchmark rows."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_bytes(f"a red{separator}fox\r\na fox\n".encode())
     options = ("-m", runs / "model", "--prompts", prompts, "--tree", "none", "--seed", 1, "--quiet")

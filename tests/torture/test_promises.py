@@ -231,10 +231,10 @@ def test_a_crash_in_the_first_write_can_be_resumed(small_model: Path, here: Path
     base = ("generate", "fox", "-m", small_model, "--tree", "none", "--seed", 1, "-n", 2, "-o", "run", "--quiet")
     assert run_hostile(*base).code == 0
     assert sorted(snapshot(here / "run")) == ["00000.png", "00001.png", "metadata.jsonl", "run.json", "timings.jsonl"]
-    manifest = here / "run" / "metadata.jsonl"
-    manifest.write_text(manifest.read_text() * 2)  # as two processes once wrote it
+    metadata = here / "run" / "metadata.jsonl"
+    metadata.write_text(metadata.read_text() * 2)  # as two processes once wrote it
     assert run_hostile(*base).code == 0
-    assert len(manifest.read_text().splitlines()) == 2
+    assert len(metadata.read_text().splitlines()) == 2
 
 
 def test_atomic_write_never_replaces_a_device(here: Path) -> None:

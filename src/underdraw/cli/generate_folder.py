@@ -71,12 +71,16 @@ def _check_rank(rank: Rank, options: GenerateOptions) -> None:
 def _run_seed(options: GenerateOptions, saved: dict[str, Any], rank: Rank) -> int:
     """The seed of the run: the option, that of the run in the folder, or a random one."""
     if options.seed is not None:
-        if not 0 <= options.seed < 2**62:
-            raise ConfigError(f"seed {options.seed} is not allowed; use whole numbers from 0 to 2**62 - 1.")
+        last = options.seed + (0 if options.from_file else options.images_per_prompt - 1)
+        if options.seed < 0 or last >= 2**62:
+            raise ConfigError(f"seed {last} is not allowed; use whole numbers from 0 to 2**62 - 1.")
         return options.seed
     if rank.world > 1 and "seed" not in saved:
         raise ConfigError(f"{rank.world} ranks need the same seed; add --seed NUMBER.")
-    return int(saved.get("seed", secrets.randbelow(2**31)))
+    seed = saved.get("seed", secrets.randbelow(2**31))
+    if type(seed) is not int:
+        raise ConfigError(f"{options.out} has the seed {seed!r}; choose a new folder, or add --force to start again.")
+    return seed
 
 
 def _seeded(options: GenerateOptions, seed: int) -> Iterable[PromptRow]:

@@ -98,7 +98,7 @@ def draw_run(
         if image.index // spec.repeats in refused and run.rank.draws(image.index):
             run.fail(_failed_row(FailedImage(image, refused[image.index // spec.repeats], True)))
     on_start(info, sum(_is_missing(run, index) for index in range(total)))
-    drawn = _draw_missing(run, workers, spec, info, saved["tree"], on_event)
+    drawn = _draw_missing(run, workers, spec, info, saved.get("tree", info.tree), on_event)
     is_complete = run.finish()
     failed = run.failed()
     skipped = {row["id"] for row in failed if row["permanent"]}

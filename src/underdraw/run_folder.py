@@ -148,7 +148,6 @@ class RunFolder:
         `details` are stored with the settings, but not compared when the run is resumed.
         """
         if self._saved is None:
-            remove_unfinished(self.folder)
             if (self.folder / SETTINGS_FILE).exists():
                 self._delete()
             remove_unfinished(self.folder)  # of a process that was killed while it wrote the first run.json

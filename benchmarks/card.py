@@ -26,7 +26,7 @@ def commands(pack: Path, drafter: str, pictures: Path, batch: int) -> dict[str, 
     folder = ["-o", str(pictures), "--seed", "0", "--batch", str(batch), "--force"]
     return {
         "prompts": ["recipes.tiny.combinations", *pack_option, "--prompts", PROMPTS],
-        "sheet": ["underdraw", "generate", *common, *folder, "--sheet", "docs/images/tiny-sheet.jpg", "--force"],
+        "sheet": ["underdraw", "generate", *common, *folder, "--sheet", "docs/images/tiny-sheet.jpg"],
         "statistics": ["underdraw", "evaluate", "statistics", *common, "-f", "--out", f"{RESULTS}/statistics.json"],
         "loss": ["recipes.tiny.grade_loss", *pack_option, "--into", f"{RESULTS}/statistics.json"],
         "subjects": [

@@ -107,7 +107,7 @@ def test_old_pickle_format_loads(tmp_path: Path, c2i: ParityCase) -> None:
 def test_unsupported_family_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(
-        UnsupportedError, match=r"\(mamba\) is of no supported family; supported are anole, emu3, janus"
+        UnsupportedError, match=r"\(mamba\) is of no supported family; supported are anole, emu3, glm_image, janus"
     ):
         parity_cases.load(tmp_path)
     torch.save({"model": {"weight": torch.zeros(1)}}, tmp_path / "other.pt")

@@ -31,9 +31,9 @@ def find_chromium() -> str:
     names = ("chromium", "chromium-browser", "google-chrome")
     if not any(map(shutil.which, names)):
         subprocess.run("apt-get update && apt-get install -y chromium", shell=True, capture_output=True, timeout=300)
-    found = next(filter(None, map(shutil.which, names)), None)
-    assert found, "the tests of the page need Chromium; install it, for example with: apt-get install chromium"
-    return found
+    program = next(filter(None, map(shutil.which, names)), None)
+    assert program, "the tests of the page need Chromium; install it, for example with: apt-get install chromium"
+    return program
 
 
 @pytest.fixture(scope="module")

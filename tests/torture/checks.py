@@ -20,7 +20,7 @@ MAX_GROWTH = 2**31  # bytes of the peak of memory over all cases of a test
 
 def snapshot(folder: Path) -> dict[str, str]:
     """What a folder holds: every path with a digest of its content, or what kind of file it is."""
-    found = {}
+    contents = {}
     for root, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(root) / name
@@ -30,8 +30,8 @@ def snapshot(folder: Path) -> dict[str, str]:
                 content = hashlib.sha256(path.read_bytes()).hexdigest()
             elif stat.S_ISLNK(mode):
                 content = os.readlink(path)
-            found[str(path.relative_to(folder))] = content
-    return found
+            contents[str(path.relative_to(folder))] = content
+    return contents
 
 
 def run_hostile(*arguments: object, context: object = "") -> Result:

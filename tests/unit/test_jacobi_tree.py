@@ -94,13 +94,13 @@ def test_trunk_trees_are_well_formed_and_within_their_limits(case: Candidates) -
 def branch_probabilities(log_probs: Tensor, length: int) -> list[float]:
     """Log probabilities of all nodes beside the trunk, best first, in plain Python."""
     rows = log_probs.double().tolist()
-    found = []
+    log_sums = []
     for begin, rank in itertools.product(range(length), range(1, log_probs.shape[1])):
         value = sum(row[0] for row in rows[:begin]) + rows[begin][rank]
         for depth in range(begin, length):
             value += rows[depth][0] if depth > begin else 0.0
-            found.append(value)
-    return sorted((value for value in found if value > -math.inf), reverse=True)
+            log_sums.append(value)
+    return sorted((value for value in log_sums if value > -math.inf), reverse=True)
 
 
 @FAST

@@ -120,8 +120,8 @@ def test_a_quantised_decoder_is_close_and_as_large_as_estimated(weight_format: Q
 def test_7b_fits_into_9_and_6_gigabytes() -> None:
     shape = model_shape("anole-7b")
     capacity = shape.layout.stop + shape.prompt_length + 128
-    beside = required_bytes(shape.arch, 2, capacity, shape.prompt_length, 2)
-    sizes = {name: decoder_bytes(shape.arch, name, torch.bfloat16) + beside for name in FORMATS}
+    cache_bytes = required_bytes(shape.arch, 2, capacity, shape.prompt_length, 2)
+    sizes = {name: decoder_bytes(shape.arch, name, torch.bfloat16) + cache_bytes for name in FORMATS}
     assert sizes["int8"] < 9e9 and sizes["fp8"] < 9e9 and sizes["int4"] < 6e9
 
 

@@ -197,8 +197,8 @@ def _run(hub_id: str, action: Callable[[Any], Any]) -> Any:
 
 def connection_errors() -> tuple[type[Exception], ...]:
     """Errors of a network that cannot be reached; those of the hub's HTTP client need not be OSErrors."""
-    found: list[type[Exception]] = [ConnectionError, TimeoutError]
+    errors: list[type[Exception]] = [ConnectionError, TimeoutError]
     for name in ("httpx", "httpx2"):  # depends on the version of huggingface_hub
         with suppress(ImportError):
-            found.append(importlib.import_module(name).TransportError)
-    return tuple(found)
+            errors.append(importlib.import_module(name).TransportError)
+    return tuple(errors)

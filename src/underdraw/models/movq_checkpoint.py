@@ -56,10 +56,8 @@ def load_movqgan(path: Path, placement: Placement) -> ImageVQ:
     """Load ai-forever's MoVQGAN, in float32; its architecture follows from the tensors' shapes."""
     checkpoint = Checkpoint(path, str(path))
     shapes = checkpoint.shapes()
-    found = VQArch.from_shapes(shapes.get, unit_codes=False)
-    arch = MoVQArch(
-        found.widths, found.blocks, found.latent, found.codes, found.code_dim, found.attention_levels, frames=1
-    )
+    base = VQArch.from_shapes(shapes.get, unit_codes=False)
+    arch = MoVQArch(base.widths, base.blocks, base.latent, base.codes, base.code_dim, base.attention_levels, frames=1)
     model = allocate(lambda: ImageVQ(arch), Placement(placement.device, torch.float32))
     copy_weights(checkpoint, movq_destinations(model, shapes), _IGNORED)
     return model

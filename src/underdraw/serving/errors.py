@@ -73,9 +73,9 @@ def invalid_body(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"{name} is not a parameter of this server.", param=name, code="unknown_parameter")
     reason = str(problem["msg"]).removeprefix("Value error, ")
     reason = reason[:1].lower() + reason[1:].rstrip(".")
-    given = problem["input"]
-    is_short = isinstance(given, str | int | float) and name not in ("prompt", "negative_prompt")
-    shown = f" {str(given)[:MAX_SHOWN]!r}" if is_short else ""
+    value = problem["input"]
+    is_short = isinstance(value, str | int | float) and name not in ("prompt", "negative_prompt")
+    shown = f" {str(value)[:MAX_SHOWN]!r}" if is_short else ""
     return ApiError(400, f"{name}{shown}: {reason}.", param=name, code="invalid_value")
 
 

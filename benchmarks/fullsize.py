@@ -216,7 +216,7 @@ def write_llamagen(folder: Path, sizes: Sizes) -> None:
 def write_janus(folder: Path, sizes: Sizes) -> None:
     net = sizes.net(head_hidden=sizes.dim, outputs=range(sizes.codes))
     shapes = shapes_of(decoder_destinations(net, HF_DECODER, "model.language_model."))
-    shapes |= shapes_of(decoder_destinations(net, janus.HEAD_RULES, "model.generation_head."))
+    shapes |= shapes_of(decoder_destinations(net, janus.TRANSFORMERS.head_rules()))
     shapes |= {
         "model.generation_embeddings.weight": (sizes.codes, 8),
         "model.generation_aligner.fc1.weight": (sizes.dim, 8),

@@ -26,7 +26,9 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 def check_guidance(guidance: float) -> None:
     """Raise a ConfigError for a guidance scale that is out of range."""
     if not 0 <= guidance <= MAX_GUIDANCE:  # also refuses nan
-        raise ConfigError(f"guidance {guidance} must be a number of at least 0 and at most {MAX_GUIDANCE}; 1 is off.")
+        raise ConfigError(
+            f"guidance {guidance} must be a number of at least 0 and at most {MAX_GUIDANCE}; 1 turns it off."
+        )
 
 
 def check_seed(seed: int, images: int = 1) -> None:

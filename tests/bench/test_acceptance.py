@@ -87,7 +87,20 @@ def test_probe_predicts_accepted_lengths_of_chains(small_model: Path, temperatur
 
 def test_statistics_command(mini: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "statistics.json"
-    options = ["-m", mini, "--prompts", prompts, "--limit", 2, "--out", out, "--tree", "chain:depth=2", "--json"]
+    options = [
+        "-m",
+        mini,
+        "--prompts",
+        prompts,
+        "--limit",
+        2,
+        "--out",
+        out,
+        "--tree",
+        "chain:depth=2",
+        "--json",
+        "--force",
+    ]
     record = call("evaluate", "statistics", *options).record
     assert record == json.loads(out.read_text()) and record["loss"] is None and record["prompts"] == 2
     warm, cold = record["entries"]

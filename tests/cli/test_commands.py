@@ -35,7 +35,7 @@ def test_help_lists_commands_and_subcommands() -> None:
     for name in COMMANDS:
         if " " not in name:
             assert f"│ {name} " in text
-    assert "Subcommands: engine." in " ".join(text.replace("│", " ").split())
+    assert "Subcommands: engine, agreement." in " ".join(text.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -66,7 +66,7 @@ def test_first_argument_selects_the_subcommand() -> None:
     [
         ("underdraw ge", {"generate"}),
         ("underdraw ", {name for name in COMMANDS if " " not in name}),
-        ("underdraw bench ", {"engine"}),
+        ("underdraw bench ", {"agreement", "engine"}),
         ("underdraw train ", {"samples", "drafter"}),
         ("underdraw generate --pro", {"--prompts"}),
         ("underdraw bench engine --rep", {"--replay", "--replay-drafter"}),

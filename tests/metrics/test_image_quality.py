@@ -142,7 +142,7 @@ def test_inception_metrics_of_folders(folders: Path, tmp_path: Path, tiny_incept
     with torch.inference_mode():
         sides = []
         for name in ("plain", "lantern"):
-            paths = [picture.path for picture in read_images(folders / name).values()]
+            paths = [picture.source for picture in read_images(folders / name).values()]
             sides.append(torch.cat([tiny_inception(networks.read_tensor(path)[None])[0] for path in paths]))
     assert result.record["fid"] == pytest.approx(fid(*sides), abs=1e-3)
     assert tuple(result.record["pr"].values()) == tuple(round(v, 4) for v in precision_recall(*sides))
@@ -184,7 +184,7 @@ def test_clip_and_aesthetic_of_a_folder(folders: Path, tmp_path: Path) -> None:
     words = CLIPTokenizer.from_pretrained(path)
     clip_scores, aesthetics = [], []
     for picture in read_images(folders / "plain").values():
-        inputs = images(images=[read_pixels(picture.path)], return_tensors="pt")
+        inputs = images(images=[read_pixels(picture.source)], return_tensors="pt")
         with torch.inference_mode():
             out = model(**inputs, **words([picture.prompt], return_tensors="pt"))
             clip_scores.append(max(0.0, 100 * float((out.image_embeds * out.text_embeds).sum())))

@@ -163,7 +163,7 @@ BAD = [
     Bad(
         "guidance alone",
         lambda: run(target=decoder(), guidance=3.0),
-        ("guidance 3.0", "unconditional prompt", "use guidance 1"),
+        ("guidance other than 1", "unconditional prompt", "use guidance 1"),
     ),
     Bad("mixed devices", lambda: run(target=on_meta()), ("sampler is on cpu", "model on meta", "one device")),
     # Verifiers and drafters.

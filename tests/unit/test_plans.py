@@ -192,7 +192,7 @@ PUBLISHED = {
 
 
 def test_published_tables_are_complete() -> None:
-    assert set(TABLES) == set(PUBLISHED)
+    assert set(TABLES) == {*PUBLISHED, "sjd_pac_64"}  # SJD-PAC's window, which is no table of EAGLE
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -9,13 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lookup_models import TableDrafter, TableTarget, decode_tokens, random_tables
 from torch import Tensor
+from tree_checks import check_well_formed, nodes_of
 
 from underdraw.calibration import Calibration
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan, TreeShape, covering_plan
-from underdraw.registry import policies
 from underdraw.sampling import NoiseWindow, Sampler
 from underdraw.tree import (
     AcceptedPath,
@@ -29,7 +28,7 @@ from underdraw.tree import (
     grow_tree,
     root_only,
 )
-from underdraw.verifiers.exact import Exact, match_all_nodes, match_along_path
+from underdraw.verifiers.exact import match_all_nodes, match_along_path
 
 PROPOSALS: tuple[Proposal, ...] = ("coupled", "topk", "sampled")
 PLAIN = Layout(4, 4, range(4, 16))
@@ -97,39 +96,6 @@ def grown_trees(draw: Any, proposals: tuple[Proposal, ...] = PROPOSALS, shaped: 
         limits=None if all(p == plan for p in tree_plans) else TreeLimits.from_plans(tree_plans, torch.device("cpu")),
     )  # fmt: skip
     return Grown(tree, plan, tree_plans, noise_window)
-
-
-def nodes_of(tree: DraftTree, row: int) -> list[tuple[int, int, int, int]]:
-    """(token, parent, depth, rank) of each node of one tree."""
-    return list(
-        zip(*(column[row].tolist() for column in (tree.tokens, tree.parents, tree.depths, tree.ranks)), strict=True)
-    )
-
-
-def check_well_formed(tree: DraftTree) -> None:
-    """Indices, depths, ranks and ancestor masks of every tree of a batch are consistent."""
-    for row in range(tree.tokens.shape[0]):
-        nodes = nodes_of(tree, row)
-        assert nodes[0][1:3] == (-1, 0), "node 0 is the root"
-        siblings: dict[int, list[tuple[int, int]]] = {}
-        for index, (token, parent, depth, rank) in enumerate(nodes[1:], start=1):
-            assert parent < index, "a parent comes before its children"
-            if depth == -1:
-                continue
-            assert nodes[parent][2] >= 0, "the parent of a real node is no padding"
-            assert depth == nodes[parent][2] + 1, "a node lies one level below its parent"
-            siblings.setdefault(parent, []).append((rank, token))
-        for children in siblings.values():
-            assert len({token for _, token in children}) == len(children), "siblings hold different tokens"
-            assert len({rank for rank, _ in children}) == len(children), "siblings have different ranks"
-        for index, (_, parent, depth, _) in enumerate(nodes):
-            if depth == -1:
-                continue
-            line = {index}
-            while parent >= 0:
-                line.add(parent)
-                parent = nodes[parent][1]
-            assert set(tree.ancestors[row, index].nonzero().flatten().tolist()) == line
 
 
 def check_size(tree: DraftTree, tree_plans: list[TreePlan]) -> None:
@@ -354,62 +320,3 @@ def test_ancestor_mask(parents: tuple[int, ...]) -> None:
     for node, parent in enumerate(parents):
         line = {node} | (set(table[parent].nonzero().flatten().tolist()) if parent >= 0 else set())
         assert set(table[node].nonzero().flatten().tolist()) == line
-
-
-@pytest.mark.parametrize(
-    "layout", [Layout(3, 4, range(4, 10)), Layout(3, 3, range(4, 10), (1, 2), 20, (3,))], ids=["plain", "row-ends"]
-)
-@pytest.mark.parametrize("policy", ["chain:depth=30", "static", "confidence", "adjacency", "adjacency:init=random"])
-@pytest.mark.parametrize("proposal", PROPOSALS)
-def test_trees_never_reach_past_the_last_token(layout: Layout, policy: str, proposal: str) -> None:
-    """The deepest node leaves one step for the target's sample, and finished images get no tree.
-
-    A row end is drafted where the layout forces it and nowhere else.
-    """
-    target, draft = random_tables(layout, seed=1)
-    drafter = TableDrafter(draft)
-    seeds = [1, 2, 3, 4]
-    tokens, _ = decode_tokens(
-        TableTarget(target), drafter, policies.build(policy), Exact(), layout, seeds, proposal=proposal
-    )
-    plain, _ = decode_tokens(TableTarget(target), TableDrafter(draft), policies.build("none"), Exact(), layout, seeds)
-    assert tokens.tolist() == plain.tolist()
-    for request, tree in drafter.drafted:
-        check_well_formed(tree)
-        steps = request.steps[:, None] + tree.depths
-        assert (steps.amax(-1) <= request.steps.clamp(min=layout.stop - 2)).all()
-        is_drafted = tree.depths > 0
-        if layout.row_end is not None:
-            assert torch.equal((tree.tokens == layout.row_end)[is_drafted], layout.is_row_end(steps)[is_drafted])
-
-
-@pytest.mark.parametrize("min_probability", [0.01, 0.1, 0.4])
-def test_min_probability_drops_only_unlikely_nodes(min_probability: float) -> None:
-    """A tree with a min_probability is the tree without one, less the nodes below it and their descendants."""
-    sampler, calibration = Sampler(PLAIN, [11]), Calibration(1.5, (0.0, -0.2), 0.1)
-    noise_window = sampler.noise_window(torch.tensor([2]), 4)
-
-    def logits(depth: int, token: int) -> Tensor:  # depends on the node only, not on the tree
-        return torch.randn(12, generator=torch.Generator().manual_seed(100 * depth + token)) * 2
-
-    def tree(min_probability: float) -> DraftTree:
-        def expand(frontier: Frontier) -> Tensor:
-            return torch.stack([logits(frontier.depth, token) for token in frontier.tokens[0].tolist()])[None]
-
-        plan = TreePlan(3, 12, 12, 128, min_probability=min_probability)
-        return grow_tree(expand, torch.tensor([4]), plan, noise_window, calibration=calibration)
-
-    all_nodes, probabilities = nodes_of(tree(0.0), 0), [1.0]
-    for _, parent, depth, rank in all_nodes[1:]:
-        scores = noise_window.level_scores(logits(depth - 1, all_nodes[parent][0])[None, None], depth)
-        scores = scores.sort(descending=True).values
-        log_probability = calibration.log_acceptance_probability(scores, has_forced_tokens=False)[0, 0, rank]
-        probabilities.append(probabilities[parent] * float(log_probability.exp()))
-    kept = [
-        (token, depth, rank)
-        for (token, _, depth, rank), probability in zip(all_nodes, probabilities, strict=True)
-        if probability >= min_probability
-    ]
-    pruned = [(token, depth, rank) for token, _, depth, rank in nodes_of(tree(min_probability), 0)]
-    assert sorted(pruned) == sorted(kept)
-    assert 1 < len(kept) < len(all_nodes)

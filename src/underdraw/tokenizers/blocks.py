@@ -49,7 +49,7 @@ def swish(x: Tensor) -> Tensor:
 
 
 class ResidualBlock(nn.Module):
-    """Two normalised 3x3 convolutions beside the identity, or beside a 1x1 convolution where the width changes."""
+    """Two normalised 3x3 convolutions with a skip connection: a 1x1 convolution where the width changes."""
 
     def __init__(
         self,

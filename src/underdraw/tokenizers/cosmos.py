@@ -68,7 +68,7 @@ def _norm(width: int) -> nn.Module:
 
 
 class SpaceAttention(nn.Module):
-    """Single-head self-attention over all cells, beside the identity."""
+    """Single-head self-attention over all cells, with a skip connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class SpaceAttention(nn.Module):
 
 
 class FrameAttention(nn.Module):
-    """Attention over the time of a single frame, beside the identity: its only value, projected."""
+    """Attention over the time of a single frame, with a skip connection: its only value, projected."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class FrameAttention(nn.Module):
 
 
 class HybridUpsample(nn.Module):
-    """Doubles both sides by nearest neighbour, with convolutions beside it; `temporal` ones also double frames."""
+    """Nearest-neighbour upsampling by 2 with residual convolutions; `temporal` ones also double the frames."""
 
     def __init__(self, width: int, *, temporal: bool) -> None:
         super().__init__()

@@ -110,7 +110,7 @@ class TimeResample(nn.Module):
 
 
 class TimeResidualBlock(nn.Module):
-    """Two normalised convolutions over time and space beside the identity."""
+    """Two normalised convolutions over time and space, with a skip connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -168,7 +168,7 @@ def alternate(first: BatchSource, second: BatchSource) -> BatchSource:
 
 
 def cache_features(samples: Samples, model: LoadedModel, extractor: FeatureExtractor) -> None:
-    """Write the target's features of all samples to files beside them; existing files are kept."""
+    """Write the target's features of all samples to files in their folder; existing files are kept."""
     size = samples.shard_size
     for start in tqdm(range(0, len(samples), size), desc="features", unit="shard", disable=None):
         path = _features_path(samples.folder, start // size)

@@ -240,7 +240,7 @@ def train_drafter(
 ) -> DrafterQuality:
     """Train a drafter, or continue the training in `out`; returns its quality on the held-out texts.
 
-    `keep_features` caches the target's features beside the samples. `more_batches` provides every other batch.
+    `keep_features` caches the target's features in the folder of the samples; `more_batches` gives every second batch.
     """
     processes = processes or Processes()
     samples.check_model(model)

@@ -22,8 +22,8 @@ from underdraw.tree import AcceptedPath, DraftTree
 from underdraw.verifiers.tree_walk import gather_nodes, walk_tree
 
 RejectionRule = Callable[[Tensor, "Tensor | None", Tensor], tuple[Tensor, Tensor]]
-"""Probs p (M, V), what is left of q (M, V) or None, and children x (M, 1) as vocabulary indices -> p'(x) (M, 1), which
-over q(x), if there is a q, is the probability of accepting x, and what is left of p after a rejection (M, V)."""
+"""Probs p (M, V), the remaining q (M, V) or None, and children x (M, 1) as vocabulary indices -> p'(x) (M, 1), which
+over q(x), if there is a q, is the probability of accepting x, and the residual of p after a rejection (M, V)."""
 
 
 def exact_rule(probs: Tensor, q: Tensor | None, child: Tensor) -> tuple[Tensor, Tensor]:

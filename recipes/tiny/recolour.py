@@ -1,7 +1,7 @@
 """Paints sprites in another colour, and names the colour that pixels have.
 
 A sprite is recoloured in its largest region of one hue (or of gray): there the shading is kept, and the colour is
-replaced. The rest, such as a fox's white belly or the eyes of a panda, stays as it is.
+replaced. The rest, such as a fox's white belly or the eyes of a panda, keeps its colour.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def kinds_sections(summary: Record, *, caption: bool = True) -> list[Section]:
         if machine:
             text += (
                 f"; {settings['dtype']}, guidance {settings['guidance']:g}, {hardware_label(machine)}, "
-                f"torch {machine['torch']}"
+                f"torch {machine['torch']}, commit {str(machine['commit'])[:12]}"
             )
         sections.append(Section(text=f"{text}.", table=_table(shown), note=NOTE if caption else ""))
     return sections

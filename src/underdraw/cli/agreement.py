@@ -33,7 +33,7 @@ Model = Annotated[
         "-m",
         metavar="MODEL",
         rich_help_panel=MEASURED,
-        help="A model, or random weights: random:anole-7b, lumina-7b, llamagen-xl, janus-7b, emu3-8b, toy.",
+        help="A model, or the random weights that `bench engine --help` lists, such as random:anole-7b.",
     ),
 ]
 Nodes = Annotated[
@@ -79,10 +79,6 @@ Tokens = Annotated[
     int | None,
     typer.Option(metavar="COUNT", rich_help_panel=MEASURED, help="Only the first COUNT tokens of every picture."),
 ]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", metavar="FILE", rich_help_panel=options.OUTPUT, help="The result file (JSON)."),
-]
 
 
 @app.command(epilog=EXAMPLES)
@@ -98,7 +94,8 @@ def agreement(
     compile: options.Compile = "auto",
     numerics: options.Numerics = "row-invariant",
     weights: options.Weights = "full",
-    out: Out = None,
+    out: options.ResultFile = None,
+    force: options.ForceFile = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -110,7 +107,7 @@ def agreement(
     if max(counts["--nodes"]) > 128:
         raise ConfigError(f"--nodes {max(counts['--nodes'])} is more than a tree can have; use at most 128.")
     if out is not None:
-        check_file(out)
+        check_file(out, force=force)
     grid = {**counts, "temperatures": temperature or TEMPERATURES, "pictures": pictures, "tokens": tokens}
     with stages(f"loading {model}", silent=json or quiet) as set_stage:
         record = _measure(model, grid, dtype or ["auto"], (device, compile, numerics, weights), out, set_stage)

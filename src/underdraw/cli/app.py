@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
         code = command(args=arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()  # a full disk or a closed pipe is noticed here, not when Python ends
     except UsageError as error:
-        return print_error(error.format_message())
+        return print_error(error.format_message().replace("Value error, ", ""))  # of a type that typer converts
     except UnderdrawError as error:
         return print_error(str(error), error.exit_code)
     except ModuleNotFoundError as error:

@@ -71,10 +71,6 @@ Tune = Annotated[
 Baseline = Annotated[
     bool, typer.Option("--transformers/--no-transformers", rich_help_panel=MEASURED, help="Also time transformers.")
 ]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", metavar="FILE", rich_help_panel=options.OUTPUT, help="The result file (JSON)."),
-]
 
 
 @app.command(epilog=EXAMPLES)
@@ -93,7 +89,7 @@ def engine(
     compile: options.Compile = "auto",
     numerics: options.Numerics = "row-invariant",
     weights: options.Weights = "full",
-    out: Out = None,
+    out: options.ResultFile = None,
     force: options.ForceFile = False,
     json: options.Json = False,
     quiet: options.Quiet = False,

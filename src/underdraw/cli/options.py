@@ -132,6 +132,9 @@ Seed = Annotated[
         "from it and this one. Without it, a random one, which is printed.",
     ),
 ]
+ResultFile = Annotated[
+    Path | None, typer.Option("--out", "-o", metavar="FILE", rich_help_panel=OUTPUT, help="The result file (JSON).")
+]
 ForceFile = Annotated[
     bool, typer.Option("--force", "-f", rich_help_panel=OUTPUT, help="Replace the result file if it exists.")
 ]

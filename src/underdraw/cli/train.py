@@ -82,7 +82,7 @@ SamplesFolder = Annotated[
 ]
 HeldOut = Annotated[int, typer.Option(min=1, rich_help_panel=INPUT, help="Texts of the samples kept for evaluation.")]
 KeepFeatures = Annotated[
-    bool, typer.Option("--keep-features", rich_help_panel=INPUT, help="Cache the target's features beside the samples.")
+    bool, typer.Option("--keep-features", rich_help_panel=INPUT, help="Cache the target's features with the samples.")
 ]
 Kind = Annotated[
     Literal["eagle", "block"],

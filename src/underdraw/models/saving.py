@@ -112,7 +112,7 @@ def save_drafter_repository(
     """Copy a drafter's files into `folder` as the repository `name`, with a model card.
 
     The card is the README that training wrote (acceptance by level) with the hub's metadata; one that has metadata
-    stays as it is. `base_model` is the hub's name of the model, needed if the model was loaded from a folder.
+    is not changed. `base_model` is the hub's name of the model, needed if the model was loaded from a folder.
     """
     path = None if source is None else Path(source).expanduser()
     if path is None or not path.is_dir():

@@ -176,7 +176,7 @@ class EngineThread:
                 raise errors.busy(self.retry_after())
             entry = self._scheduler(tree)
             scheduler = entry.scheduler
-            if not scheduler.has_work:  # level with the others: time that it did not use is not owed to it
+            if not scheduler.has_work:  # an idle scheduler saves up no time for later
                 busy = [other.seconds for other in self._schedulers.values() if other.scheduler.has_work]
                 entry.seconds = max(entry.seconds, min(busy, default=0.0))
             job = Job(id, scheduler.pipe, request, partial_images, live)
@@ -235,7 +235,7 @@ class EngineThread:
                     break
                 busy = [item for item in self._schedulers.items() if item[1].scheduler.has_work]
                 tree, entry = min(busy, key=lambda item: item[1].seconds, default=(None, None))
-            if tree is None or entry is None:  # what is left was cancelled before it ran
+            if tree is None or entry is None:  # only cancelled images remain
                 for image in list(self._jobs):
                     self._end(image)
                 continue

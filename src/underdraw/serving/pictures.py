@@ -44,7 +44,7 @@ def describe(pipe: Pipeline, image: ScheduledImage, picture: Image) -> PipelineO
 
 
 def public_name(name: str) -> str:
-    """The name of a model or drafter without the server's folders: an OWNER/NAME of the hub stays as it is."""
+    """The name of a model or drafter without the server's folders: an OWNER/NAME of the hub is kept."""
     return name if is_hub_id(name) and not Path(name).exists() else Path(name).name or "model"
 
 

@@ -28,18 +28,19 @@ def commands(*pages: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_has_a_page_with_its_command_and_results(name: str) -> None:
-    text = PAGES[name].read_text()
-    (words,) = [words for words in commands(PAGES[name]) if words[0] == "bench"]
-    assert words[words.index("--preset") + 1] == name
+def test_every_preset_has_its_command_on_a_page_and_results_on_one_of_its_own(name: str) -> None:
+    page = PAGES.get(name, PAGES["more"])
+    text = page.read_text()
+    found = [words for words in commands(page) if words[0] == "bench" and words[words.index("--preset") + 1] == name]
+    (words,) = found
     options = set(re.findall(r"--[a-z-]+", call("bench", "--help").out))
     assert {word for word in words if word.startswith("--")} <= options
     assert words[words.index("--out") + 1] == f"benchmarks/results/{name}/cpu"
     assert len(load_prompts(str(ROOT / words[words.index("--prompts") + 1]))) >= min(64, PRESETS[name].prompts or 64)
-    for device in ("cpu", "h200"):
-        assert f"<!-- results: ../../benchmarks/results/{name}/{device} -->" in text
-    assert PRESETS[name].question in text
-    assert f"](experiments/{name}.md)" in INDEX.read_text()
+    if page.stem == name:
+        assert f"<!-- results: ../../benchmarks/results/{name}/h200 -->" in text
+    assert PRESETS[name].question in " ".join(text.split())
+    assert f"](experiments/{page.stem}.md)" in INDEX.read_text()
 
 
 def test_index_fits_on_a_screen_and_links_every_page() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 
 from underdraw.bench.cost_model import check_costs, fit_costs, predict_seconds
-from underdraw.bench.presets import PRESETS
 from underdraw.bench.results import ResultFolder
 from underdraw.bench.sections import compare_at_equal_depth, main_table
 from underdraw.bench.summary import compute_maps, drafter_label, read_summary, spread, summarise, write_summary
@@ -189,10 +189,16 @@ def test_published_summaries_follow_from_published_rows(folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["paper-main", "sensitivity"])
-def test_published_times_follow_from_the_cost_model(name: str) -> None:
-    """Costs measured on pictures with other trees predict every method's time to a tenth."""
-    folder = ResultFolder.read(RESULTS / name / "cpu")
-    checks = check_costs(list(folder.rows.values()), folder.info["costs"])
-    assert len(checks) == len(PRESETS[name].temperatures) * (len(PRESETS[name].methods) + 1)
-    assert {check["method"]: check["by_costs"] for check in checks if abs(check["by_costs"] - 1) > 0.1} == {}
+COSTED_RUNS = [path for path in RUNS if json.loads((path / "run.json").read_text()).get("costs")]
+
+
+@pytest.mark.parametrize("folder", COSTED_RUNS, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_published_times_follow_from_the_cost_model(folder: Path) -> None:
+    """Costs measured on pictures with other trees predict times to a tenth: on a CPU all of them, on a GPU half."""
+    run = ResultFolder.read(folder)
+    checks = check_costs(list(run.rows.values()), run.info["costs"])
+    errors = {(check["method"], check["temperature"]): abs(check["by_costs"] - 1) for check in checks}
+    assert {method for method, _ in errors} == set(run.info["methods"]), "every method has a prediction"
+    assert statistics.median(errors.values()) < 0.1
+    if folder.name == "cpu":
+        assert {method: error for method, error in errors.items() if error > 0.1} == {}

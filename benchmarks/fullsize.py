@@ -32,7 +32,14 @@ import torch
 from torch import Tensor
 
 from underdraw.models import chameleon, emu3, janus, llamagen
-from underdraw.models.vqgan_checkpoint import CHAMELEON, JANUS, LLAMAGEN, VQGANFormat
+from underdraw.models.vqgan_checkpoint import (
+    CHAMELEON,
+    JANUS,
+    LLAMAGEN,
+    MOVQ_TRANSFORMERS,
+    VQGANFormat,
+    vqgan_destinations,
+)
 from underdraw.models.weight_map import HF_DECODER, WeightDestination, decoder_destinations, module_destinations
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch, Transformer
@@ -101,7 +108,8 @@ def shapes_of(destinations: Mapping[str, WeightDestination]) -> Shapes:
 
 
 def vqgan(sizes: Sizes, naming: VQGANFormat, code_dim: int, prefix: str = "") -> Shapes:
-    arch = VQArch(sizes.images, codes=sizes.codes, code_dim=code_dim, deep_attention=naming.unit_codes)
+    attention = (len(sizes.images) - 1,) if naming.unit_codes else ()
+    arch = VQArch(sizes.images, codes=sizes.codes, code_dim=code_dim, attention=attention)
     with torch.device("meta"):
         model = VQGAN(arch)
     levels = 0 if naming is CHAMELEON else len(sizes.images)
@@ -247,7 +255,7 @@ def write_emu3(folder: Path, sizes: Sizes) -> None:
         images = VideoVQ(emu3.image_tokenizer_arch(vq, "emu3"))
     shapes = shapes_of(decoder_destinations(sizes.net(), HF_DECODER, "model.text_model."))
     shapes["lm_head.weight"] = (sizes.vocab, sizes.dim)
-    write_shards(folder, {**shapes, **shapes_of(module_destinations(images, "model.vqmodel."))})
+    write_shards(folder, {**shapes, **shapes_of(vqgan_destinations(images, {}, MOVQ_TRANSFORMERS, "model.vqmodel."))})
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder / "tokenizer.json", 20)
 

@@ -20,11 +20,10 @@ from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import ImageSize, SamplingDefaults
 from underdraw.models.loading import load_model, open_model
 from underdraw.models.lumina2 import MAX_PATCHES
-from underdraw.models.movq_checkpoint import authors_name
 from underdraw.models.random_weights import model_shape
 from underdraw.nn.transformer import Transformer
 from underdraw.pipeline import Pipeline
-from underdraw.tokenizers.movq import ImageVQ, MoVQArch
+from underdraw.tokenizers.vqgan import VQGAN, VQArch
 
 PROMPT_TEXT = "a red fox"
 START, IMAGE_START, IMAGE_END, SEPARATOR, ROW_END, FIRST_SIDE = range(256, 262)  # of the small checkpoint
@@ -108,12 +107,13 @@ def test_pixels_and_codes_match_the_reference(lumina2: ParityCase) -> None:
 
 def test_published_image_tokenizer() -> None:
     """As many parameters as MoVQGAN 270M, under its names."""
-    arch = MoVQArch(codes=16384, frames=1)
+    widths = (256, 512, 512, 1024)
+    arch = VQArch(widths, latent=4, codes=16384, code_dim=4, attention=(3,), spatial_norm=True)
     with torch.device("meta"):
-        state = ImageVQ(arch).state_dict()
-    shapes = dict(movqgan_shapes((256, 512, 512, 1024), 16384, 4))
-    ours = {authors_name(name): value.numel() for name, value in state.items()}  # linear layers there are 1x1 there
-    assert ours == {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+        state = VQGAN(arch).state_dict()
+    shapes = dict(movqgan_shapes(widths, 16384, 4))
+    assert {name: tuple(value.shape) for name, value in state.items()} == shapes
+    ours = {name: value.numel() for name, value in state.items()}
     assert sum(ours.values()) == pytest.approx(270.7e6, rel=0.002)
     decoder = sum(count for name, count in ours.items() if name.startswith("decoder."))
     assert decoder == pytest.approx(161.1e6, rel=0.002) and arch.downsample == 8

@@ -76,8 +76,8 @@ def test_codes_have_length_one_only_for_llamagen(tmp_path: Path) -> None:
     ("file_format", "arch", "count", "parameters"),
     [
         (CHAMELEON, VQArch((128, 128, 256, 256, 512)), 293, 68.7e6),
-        (LLAMAGEN, VQArch((128, 128, 256, 256, 512), codes=16384, code_dim=8, deep_attention=True), 343, 72e6),
-        (LLAMAGEN, VQArch((128, 256, 256, 512), codes=16384, code_dim=8, deep_attention=True), 299, 70e6),
+        (LLAMAGEN, VQArch((128, 128, 256, 256, 512), codes=16384, code_dim=8, attention=(4,)), 343, 72e6),
+        (LLAMAGEN, VQArch((128, 256, 256, 512), codes=16384, code_dim=8, attention=(3,)), 299, 70e6),
     ],
 )
 def test_published_shapes(file_format: VQGANFormat, arch: VQArch, count: int, parameters: float) -> None:

@@ -10,7 +10,7 @@ from underdraw.errors import CheckpointError
 from underdraw.models.checkpoint import COMPANION_FOLDERS, Checkpoint
 from underdraw.models.family import Placement
 from underdraw.models.transformers_layout import ROPE_BUFFERS, Encode, decoder_arch, load_text_tokenizer, with_defaults
-from underdraw.models.vqgan_checkpoint import CHAMELEON, load_vqgan, vqgan_destinations
+from underdraw.models.vqgan_checkpoint import CHAMELEON, allocate_vqgan, load_vqgan
 from underdraw.models.weight_map import (
     HF_DECODER,
     HF_HEAD,
@@ -78,7 +78,7 @@ def load_chameleon(
     net, destinations = allocate_decoder(arch, placement)
     shapes = checkpoint.shapes()
     if f"{IMAGE_TOKENIZER_PREFIX}decoder.conv_in.weight" in shapes:
-        images, image_destinations = vqgan_destinations(shapes, CHAMELEON, placement, IMAGE_TOKENIZER_PREFIX)
+        images, image_destinations = allocate_vqgan(shapes, CHAMELEON, placement, IMAGE_TOKENIZER_PREFIX)
         destinations |= image_destinations
     else:
         names = [f"{folder}vqgan.ckpt" for folder in _COMPANION_FOLDERS]

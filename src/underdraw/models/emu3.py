@@ -25,7 +25,6 @@ from underdraw.models.family import (
     PublishedCheckpoint,
     SamplingDefaults,
 )
-from underdraw.models.movq_checkpoint import movq_destinations
 from underdraw.models.tiktoken_text import load_tiktoken
 from underdraw.models.transformers_layout import (
     ROPE_BUFFERS,
@@ -34,6 +33,7 @@ from underdraw.models.transformers_layout import (
     load_text_tokenizer,
     with_defaults,
 )
+from underdraw.models.vqgan_checkpoint import MOVQ, MOVQ_TRANSFORMERS, vqgan_destinations
 from underdraw.models.weight_map import (
     HF_DECODER,
     HF_HEAD,
@@ -41,12 +41,12 @@ from underdraw.models.weight_map import (
     allocate,
     copy_weights,
     decoder_destinations,
-    module_destinations,
 )
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Transformer
 from underdraw.protocols import Prompt
-from underdraw.tokenizers.movq import MoVQArch, VideoVQ
+from underdraw.tokenizers.movq import VideoVQ
+from underdraw.tokenizers.vqgan import VQArch
 
 DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 4096,
@@ -187,7 +187,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config if is_baai(config) else (config.get("text_config") or {})
 
 
-def image_tokenizer_arch(config: Mapping[str, Any], name: str) -> MoVQArch:
+def image_tokenizer_arch(config: Mapping[str, Any], name: str) -> VQArch:
     """The image tokenizer of a configuration in the layout of transformers; `name` is used in error messages."""
     values = {**IMAGE_DEFAULTS, **config}
     if values.get("num_attention_heads", 1) != 1 or values.get("double_latent"):
@@ -195,13 +195,14 @@ def image_tokenizer_arch(config: Mapping[str, Any], name: str) -> MoVQArch:
             f"{name} has an image tokenizer with {values.get('num_attention_heads', 1)} attention heads, "
             f"double_latent={bool(values.get('double_latent'))}; only 1 head and False are supported."
         )
-    return MoVQArch(
+    return VQArch(
         widths=tuple(values["base_channels"] * factor for factor in values["channel_multiplier"]),
         blocks=values["num_res_blocks"],
         latent=values["latent_channels"],
         codes=values["codebook_size"],
         code_dim=values["embed_dim"],
         attention=tuple(values["attn_resolutions"] or ()),
+        spatial_norm=True,
         frames=values["temporal_downsample_factor"],
     )
 
@@ -246,7 +247,8 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     else:
         images = _allocate_images(config.get("vq_config") or {}, checkpoint.name, placement)
         prefix = tensor_prefixes(checkpoint).image_tokenizer
-        target = load_decoder(checkpoint, spec, placement, _without_counters(module_destinations(images, prefix)))
+        destinations = vqgan_destinations(images, checkpoint.shapes(), MOVQ_TRANSFORMERS, prefix)
+        target = load_decoder(checkpoint, spec, placement, destinations)
     tokens = special_tokens(config, images.arch.codes)
     encode = _load_text(checkpoint)
 
@@ -299,11 +301,6 @@ def _allocate_images(config: Mapping[str, Any], name: str, placement: Placement)
     return allocate(lambda: VideoVQ(arch), Placement(placement.device, torch.float32))
 
 
-def _without_counters(destinations: Mapping[str, WeightDestination]) -> dict[str, WeightDestination]:
-    """The destinations but for the batch counters of BatchNorm, which are scalars."""
-    return {name: destination for name, destination in destinations.items() if destination.memory.ndim}
-
-
 def _load_baai_image_tokenizer(checkpoint: Checkpoint, placement: Placement) -> VideoVQ:
     """Load BAAI/Emu3-VisionTokenizer."""
     path = checkpoint.find_or_download([IMAGE_TOKENIZER.rpartition("/")[2]], IMAGE_TOKENIZER)
@@ -311,8 +308,7 @@ def _load_baai_image_tokenizer(checkpoint: Checkpoint, placement: Placement) -> 
     images = _allocate_images(
         {IMAGE_CONFIG_NAMES.get(key, key): value for key, value in files.config.items()}, files.name, placement
     )
-
-    copy_weights(files, movq_destinations(images, files.shapes()), [COUNTERS])
+    copy_weights(files, vqgan_destinations(images, files.shapes(), MOVQ), [COUNTERS])
     return images
 
 

@@ -35,7 +35,7 @@ from underdraw.models.transformers_layout import (
     special_token_id,
     with_defaults,
 )
-from underdraw.models.vqgan_checkpoint import JANUS, LLAMAGEN, VQGANFormat, vqgan_destinations
+from underdraw.models.vqgan_checkpoint import JANUS, LLAMAGEN, VQGANFormat, allocate_vqgan
 from underdraw.models.weight_map import (
     HF_DECODER,
     WeightDestination,
@@ -195,7 +195,7 @@ class Aligner(nn.Module):
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec, shapes, names = read_spec(checkpoint), checkpoint.shapes(), tensor_names(checkpoint)
-    images, destinations = vqgan_destinations(shapes, names.image_format, placement, names.image_tokenizer)
+    images, destinations = allocate_vqgan(shapes, names.image_format, placement, names.image_tokenizer)
     target = load_decoder(checkpoint, spec, placement, destinations)
     text_config = with_defaults(checkpoint.config.get(names.text_config), DEFAULTS)
     return spec.build(FAMILY.name, checkpoint, target, images, _prompt_builder(checkpoint, text_config))

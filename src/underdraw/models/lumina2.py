@@ -20,8 +20,8 @@ from underdraw.models.family import (
     SamplingDefaults,
 )
 from underdraw.models.lumina import PATCH, list_sizes, prompt_builder, trained_side
-from underdraw.models.movq_checkpoint import load_movqgan
 from underdraw.models.transformers_layout import ROPE_BUFFERS, TextTokenizer, load_saved_tokenizer
+from underdraw.models.vqgan_checkpoint import MOVQ, load_vqgan
 from underdraw.models.weight_map import copy_weights
 from underdraw.nn.target import DecoderTarget
 
@@ -85,7 +85,8 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec, text = read_spec(checkpoint), load_saved_tokenizer(checkpoint.folder, checkpoint.name)
     names = [f"{folder}movqgan_270M.ckpt" for folder in _COMPANION_FOLDERS]
-    images = load_movqgan(checkpoint.find_or_download(names, IMAGE_TOKENIZER_HUB_ID), placement)
+    path = checkpoint.find_or_download(names, IMAGE_TOKENIZER_HUB_ID)
+    images = load_vqgan(path, MOVQ, placement, ignored=["loss", r"quantize\.(?!embedding)", "model_ema"])
     net, destinations = chameleon.allocate_decoder(spec.arch, placement)
     copy_weights(checkpoint, destinations, [ROPE_BUFFERS])
     start = text.token_id(text.start or "<|endoftext|>")

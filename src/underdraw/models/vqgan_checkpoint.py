@@ -1,6 +1,6 @@
-"""Published VQGAN image tokenizers: the tensor names of their files for the network in tokenizers/vqgan.py.
+"""Published VQGAN and MoVQ image tokenizers: tensor names of their files for the networks in tokenizers/.
 
-The architecture follows from the tensors' shapes, so no configuration file is needed.
+The architecture of a VQGAN follows from the tensors' shapes, so no configuration file is needed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class VQGANFormat:
 
     patterns: tuple[tuple[str, str], ...] = ()  # regular expressions and replacements, from our names to the file's
     unit_codes: bool = False  # codes are compared and looked up at length 1
+    spatial_norm: bool = False  # the decoder's norms read the quantised cells
 
     def tensor_name(self, name: str, levels: int = 0) -> str:
         """The file's name of one of our tensors; `levels` is not 0 if the file counts decoder levels as they run."""
@@ -37,6 +38,18 @@ class VQGANFormat:
 
 
 CHAMELEON = VQGANFormat()
+MOVQ = VQGANFormat(spatial_norm=True)  # ai-forever's (MoVQGAN) and BAAI's (Emu3) files
+MOVQ_TRANSFORMERS = VQGANFormat(
+    patterns=(
+        (r"coder\.(down|up)\.", r"coder.\1_block.\1."),
+        (r"\.mid\.attn_1\.norm\.", ".middle_block.attn_norm."),
+        (r"\.mid\.", ".middle_block."),
+        (r"\.attn\.(\d+)\.norm\.", r".attn_norms.\1."),
+        (r"\.([qkv])\.", r".\1_proj."),
+        (r"\.proj_out\.", ".out_proj."),
+    ),
+    spatial_norm=True,
+)
 JANUS = VQGANFormat(unit_codes=True)
 LLAMAGEN = VQGANFormat(
     patterns=(
@@ -51,17 +64,32 @@ LLAMAGEN = VQGANFormat(
 
 
 def vqgan_destinations(
+    model: VQGAN, shapes: Mapping[str, torch.Size], file_format: VQGANFormat, prefix: str = ""
+) -> dict[str, WeightDestination]:
+    """The destination of each tensor of a file, but for the batch counters of BatchNorm, which are scalars."""
+    # Every decoder level but the last to run has an upsampling. If level 0 has one, the file counts them as they run.
+    counts_as_run = prefix + file_format.tensor_name("decoder.up.0.upsample.conv.weight") in shapes
+    levels = len(model.arch.widths) if counts_as_run else 0
+    destinations = module_destinations(model, prefix, lambda name: file_format.tensor_name(name, levels))
+    return {
+        # The projections of attention are 1x1 convolutions here and may be linear layers there.
+        name: WeightDestination(to.memory[..., 0, 0] if len(shapes.get(name, ())) == 2 < to.memory.ndim else to.memory)
+        for name, to in destinations.items()
+        if to.memory.ndim
+    }
+
+
+def allocate_vqgan(
     shapes: Mapping[str, torch.Size], file_format: VQGANFormat, placement: Placement, prefix: str = ""
 ) -> tuple[VQGAN, dict[str, WeightDestination]]:
     """An uninitialised float32 tokenizer for the tensors of a file, and the destination of each."""
     arch = VQArch.from_shapes(
-        lambda name: shapes.get(prefix + file_format.tensor_name(name)), unit_codes=file_format.unit_codes
+        lambda name: shapes.get(prefix + file_format.tensor_name(name)),
+        unit_codes=file_format.unit_codes,
+        spatial_norm=file_format.spatial_norm,
     )
     model = allocate(lambda: VQGAN(arch), Placement(placement.device, torch.float32))
-    # Every decoder level but the last to run has an upsampling. If level 0 has one, the file counts them as they run.
-    counts_as_run = prefix + file_format.tensor_name("decoder.up.0.upsample.conv.weight") in shapes
-    levels = len(arch.widths) if counts_as_run else 0
-    return model, module_destinations(model, prefix, lambda name: file_format.tensor_name(name, levels))
+    return model, vqgan_destinations(model, shapes, file_format, prefix)
 
 
 def load_vqgan(path: Path, file_format: VQGANFormat, placement: Placement, ignored: Sequence[str] = ()) -> VQGAN:
@@ -69,6 +97,6 @@ def load_vqgan(path: Path, file_format: VQGANFormat, placement: Placement, ignor
     checkpoint = Checkpoint(path, str(path))
     shapes = checkpoint.shapes()
     prefix = next((name.removesuffix(_CODEBOOK) for name in shapes if name.endswith(_CODEBOOK)), "")
-    model, destinations = vqgan_destinations(shapes, file_format, placement, prefix)
+    model, destinations = allocate_vqgan(shapes, file_format, placement, prefix)
     copy_weights(checkpoint, destinations, ignored)
     return model

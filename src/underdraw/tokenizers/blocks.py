@@ -1,14 +1,13 @@
 """Building blocks that the VQ image tokenizers share, with the module names of the original VQGAN.
 
-Residual and attention blocks pass their norms a feature map and, in decoders with spatially conditional norms (MoVQ),
-the quantised cells: `norm(x, *cells)`.
+Blocks are built with `norm`, a function from a width to a module. They call it with a feature map and, in decoders with
+spatially conditional norms (MoVQ), with the quantised cells: `norm(width)(x, *cells)`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -27,15 +26,6 @@ def check_vq_sizes(widths: Sequence[int], blocks: int, **sizes: int) -> None:
     named = {f"width {level}": width for level, width in enumerate(widths)}
     check_counts("an image tokenizer", MAX_SIZE, **named, **sizes)
     check_counts("an image tokenizer", MAX_LEVELS, levels=len(widths), blocks=blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStyle:
-    """The norms and the attention that the blocks of a tokenizer are built with, each from a width."""
-
-    norm: FromWidth
-    attention: FromWidth
-    attention_norm: FromWidth = nn.Identity  # identity where the attention has a norm of its own
 
 
 def group_norm(groups: int) -> FromWidth:
@@ -95,43 +85,52 @@ class Upsample(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
+class SpatialAttention(nn.Module):
+    """Norm and single-head self-attention over all cells, projected by 1x1 convolutions, with a skip connection."""
+
+    def __init__(self, width: int, norm: FromWidth) -> None:
+        super().__init__()
+        self.norm = norm(width)
+        self.q, self.k, self.v, self.proj_out = (nn.Conv2d(width, width, 1) for _ in range(4))
+
+    def forward(self, x: Tensor, *cells: Tensor) -> Tensor:
+        normed = self.norm(x, *cells)
+        q, k, v = (part(normed).flatten(2).transpose(1, 2) for part in (self.q, self.k, self.v))  # (B, H * W, C)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return x + self.proj_out(out.transpose(1, 2).unflatten(2, x.shape[-2:]))
+
+
 class ResolutionLevel(nn.Module):
     """The residual blocks of one resolution, each followed by attention if the level has it."""
 
-    def __init__(self, width: int, out: int, blocks: int, style: BlockStyle, *, attention: bool) -> None:
+    def __init__(self, width: int, out: int, blocks: int, norm: FromWidth, *, attention: bool) -> None:
         super().__init__()
-        self.block = nn.ModuleList(
-            ResidualBlock(width if index == 0 else out, out, style.norm) for index in range(blocks)
-        )
-        count = blocks if attention else 0
-        self.attn = nn.ModuleList(style.attention(out) for _ in range(count))
-        self.attn_norms = nn.ModuleList(style.attention_norm(out) for _ in range(count))
+        self.block = nn.ModuleList(ResidualBlock(width if index == 0 else out, out, norm) for index in range(blocks))
+        self.attn = nn.ModuleList(SpatialAttention(out, norm) for _ in range(blocks if attention else 0))
 
     def forward(self, x: Tensor, *cells: Tensor) -> Tensor:
         for index, block in enumerate(self.block):
             x = block(x, *cells)
             if self.attn:
-                x = x + self.attn[index](self.attn_norms[index](x, *cells))
+                x = self.attn[index](x, *cells)
         return x
 
 
 class MiddleBlock(nn.Module):
     """Residual block, attention and residual block at the lowest resolution."""
 
-    def __init__(self, width: int, style: BlockStyle) -> None:
+    def __init__(self, width: int, norm: FromWidth) -> None:
         super().__init__()
-        self.block_1 = ResidualBlock(width, width, style.norm)
-        self.attn_1 = style.attention(width)
-        self.attn_norm = style.attention_norm(width)
-        self.block_2 = ResidualBlock(width, width, style.norm)
+        self.block_1 = ResidualBlock(width, width, norm)
+        self.attn_1: nn.Module = SpatialAttention(width, norm)
+        self.block_2 = ResidualBlock(width, width, norm)
 
     def forward(self, x: Tensor, *cells: Tensor) -> Tensor:
-        x = self.block_1(x, *cells)
-        return self.block_2(x + self.attn_1(self.attn_norm(x, *cells)), *cells)
+        return self.block_2(self.attn_1(self.block_1(x, *cells), *cells), *cells)
 
 
 def resolution_levels(
-    widths: Sequence[int], blocks: int, style: BlockStyle, attention: Collection[int], *, up: bool
+    widths: Sequence[int], blocks: int, norm: FromWidth, attention: Collection[int], *, up: bool
 ) -> nn.ModuleList:
     """The levels of an encoder, or with `up` of a decoder, both from the image's resolution to the lowest.
 
@@ -141,7 +140,7 @@ def resolution_levels(
     levels = nn.ModuleList()
     for index, width in enumerate(widths):
         previous = widths[min(index + 1, last)] if up else widths[max(0, index - 1)]
-        level = ResolutionLevel(previous, width, blocks, style, attention=index in attention)
+        level = ResolutionLevel(previous, width, blocks, norm, attention=index in attention)
         if up:
             level.upsample = Upsample(width) if index > 0 else nn.Identity()
         else:

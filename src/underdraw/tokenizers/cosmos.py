@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underdraw.errors import CheckpointError, UnsupportedError, first_line
-from underdraw.tokenizers import blocks
-from underdraw.tokenizers.blocks import BlockStyle, ResidualBlock, ResolutionLevel, swish
+from underdraw.tokenizers.blocks import MiddleBlock, group_norm, resolution_levels, run_decoder_levels, swish
 
 HAAR_STEPS = 2  # each doubles both sides
 _IGNORED = re.compile(r"inv_quant\.|quantizer\.|decoder\.unpatcher3d\.")  # constants, which are computed here
@@ -63,23 +62,7 @@ class CosmosArch:
         return arch
 
 
-def _norm(width: int) -> nn.Module:
-    return nn.GroupNorm(1, width, eps=1e-6)
-
-
-class SpaceAttention(nn.Module):
-    """Single-head self-attention over all cells, with a skip connection."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = _norm(width)
-        self.q, self.k, self.v, self.proj_out = (nn.Conv2d(width, width, 1) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        q, k, v = (part(normed).flatten(2).transpose(1, 2) for part in (self.q, self.k, self.v))  # (B, H * W, C)
-        out = F.scaled_dot_product_attention(q, k, v)
-        return x + self.proj_out(out.transpose(1, 2).unflatten(2, x.shape[-2:]))
+_norm = group_norm(1)
 
 
 class FrameAttention(nn.Module):
@@ -116,28 +99,18 @@ class CosmosDecoder(nn.Module):
 
     def __init__(self, arch: CosmosArch) -> None:
         super().__init__()
-        style, lowest, last = BlockStyle(_norm, SpaceAttention), arch.widths[-1], len(arch.widths) - 1
+        lowest, last = arch.widths[-1], len(arch.widths) - 1
         self.conv_in = nn.Conv2d(arch.latent, lowest, 3, padding=1)
-        self.mid = nn.ModuleDict(
-            {
-                "block_1": ResidualBlock(lowest, lowest, _norm),
-                "attn_1": nn.Sequential(SpaceAttention(lowest), FrameAttention(lowest)),
-                "block_2": ResidualBlock(lowest, lowest, _norm),
-            }
-        )
-        self.up = nn.ModuleList()
-        for index, width in enumerate(arch.widths):
-            level = ResolutionLevel(arch.widths[min(index + 1, last)], width, arch.blocks, style, attention=False)
-            level.upsample = HybridUpsample(width, temporal=index < last) if index else nn.Identity()
-            self.up.append(level)
+        self.mid = MiddleBlock(lowest, _norm)
+        self.mid.attn_1 = nn.Sequential(self.mid.attn_1, FrameAttention(lowest))
+        self.up = resolution_levels(arch.widths, arch.blocks, _norm, (), up=True)
+        for index, width in enumerate(arch.widths[1:], start=1):
+            self.up[index].upsample = HybridUpsample(width, temporal=index < last)
         self.norm_out = _norm(arch.widths[0])
         self.conv_out = nn.Conv2d(arch.widths[0], arch.patch_channels, 3, padding=1)
 
     def forward(self, latents: Tensor) -> Tensor:
-        x = self.conv_in(latents)
-        for part in self.mid.values():
-            x = part(x)
-        x = blocks.run_decoder_levels(self.up, x)
+        x = run_decoder_levels(self.up, self.mid(self.conv_in(latents)))
         x = self.conv_out(swish(self.norm_out(x)))
         for _ in range(HAAR_STEPS):
             x = last_frame_of_inverse_haar(x)

@@ -1,87 +1,17 @@
-"""MoVQ image tokenizers: VQ networks whose decoder's norms are scaled and shifted by the quantised cells.
+"""Emu3's image tokenizer: a MoVQ network for clips, with convolutions over time around its encoder and decoder.
 
-`ImageVQ` is MoVQGAN (Lumina-mGPT 2.0). `VideoVQ` is the same network for clips, with convolutions over time in front of
-its decoder and behind its encoder (Emu3). There an image is a clip of four equal frames. Only the convolutions over
-time mix frames, so the encoder runs on one frame and the decoder paints only the first of the four: the same numbers
-for a quarter of the work. Modules are named as in transformers; models/movq_checkpoint.py has the authors' names.
+An image is a clip of four equal frames. Only the convolutions over time mix frames, so the encoder runs on one frame
+and the decoder paints only the first of the four: the same numbers for a quarter of the work.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from underdraw.tokenizers import blocks
-from underdraw.tokenizers.blocks import BlockStyle, Codebook, CodebookTokenizer, MiddleBlock, check_vq_sizes, swish
-
-
-@dataclass(frozen=True, slots=True)
-class MoVQArch:
-    """The architecture of a MoVQ tokenizer."""
-
-    widths: tuple[int, ...] = (256, 512, 512, 1024)  # from the image's resolution to the lowest
-    blocks: int = 2  # residual blocks of an encoder level; a decoder level has one more
-    latent: int = 4
-    codes: int = 32768
-    code_dim: int = 4
-    attention: tuple[int, ...] = (3,)  # indices of the levels with attention after every block
-    frames: int = 4  # that one code covers, a power of 2; not used for images
-    groups: int = 32
-
-    def __post_init__(self) -> None:
-        check_vq_sizes(self.widths, self.blocks, latent=self.latent, codes=self.codes, code_dim=self.code_dim)
-
-    @property
-    def downsample(self) -> int:
-        """Pixels per code along one side."""
-        return 2 ** (len(self.widths) - 1)
-
-    @property
-    def time_resamples(self) -> int:
-        """How often the number of frames is halved or doubled."""
-        return self.frames.bit_length() - 1
-
-    @property
-    def encoder_style(self) -> BlockStyle:
-        norm = blocks.group_norm(self.groups)
-        return BlockStyle(norm, DenseAttention, norm)
-
-    @property
-    def decoder_style(self) -> BlockStyle:
-        def norm(width: int) -> SpatialNorm:
-            return SpatialNorm(width, self)
-
-        return BlockStyle(norm, DenseAttention, norm)
-
-
-class SpatialNorm(nn.Module):
-    """GroupNorm, scaled and shifted by 1x1 convolutions of the quantised cells."""
-
-    def __init__(self, width: int, arch: MoVQArch) -> None:
-        super().__init__()
-        self.norm_layer = nn.GroupNorm(arch.groups, width, eps=1e-6)
-        self.conv_y = nn.Conv2d(arch.code_dim, width, 1)
-        self.conv_b = nn.Conv2d(arch.code_dim, width, 1)
-
-    def forward(self, x: Tensor, cells: Tensor) -> Tensor:
-        cells = F.interpolate(cells, size=x.shape[-2:], mode="nearest")
-        return self.norm_layer(x) * self.conv_y(cells) + self.conv_b(cells)
-
-
-class DenseAttention(nn.Module):
-    """Single-head self-attention over all cells, projected by linear layers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(2).transpose(1, 2)  # (B, H * W, C)
-        out = F.scaled_dot_product_attention(self.q_proj(flat), self.k_proj(flat), self.v_proj(flat))
-        return self.out_proj(out).transpose(1, 2).unflatten(2, x.shape[-2:])
+from underdraw.tokenizers.blocks import swish
+from underdraw.tokenizers.vqgan import VQGAN, VQArch, VQDecoder, VQEncoder
 
 
 class TimeConv(nn.Module):
@@ -121,32 +51,23 @@ class TimeResidualBlock(nn.Module):
         return x + self.conv2(swish(self.norm2(self.conv1(swish(self.norm1(x))))))
 
 
-class MoVQEncoder(nn.Module):
-    """An image (B, 3, H, W) to latents (B, C, H/f, W/f)."""
-
-    def __init__(self, arch: MoVQArch) -> None:
-        super().__init__()
-        style, lowest = arch.encoder_style, arch.widths[-1]
-        self.conv_in = nn.Conv2d(3, arch.widths[0], 3, padding=1)
-        levels = blocks.resolution_levels(arch.widths, arch.blocks, style, arch.attention, up=False)
-        self.down_block = nn.ModuleDict({"down": levels})
-        self.middle_block = MiddleBlock(lowest, style)
-        self.norm_out = style.norm(lowest)
-        self.conv_out = nn.Conv2d(lowest, arch.latent, 3, padding=1)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        x = blocks.run_encoder_levels(self.down_block["down"].children(), self.conv_in(pixels))
-        return self.conv_out(swish(self.norm_out(self.middle_block(x))))
+def _time_resamples(arch: VQArch, *, up: bool) -> nn.ModuleList:
+    """As many as halve or double the number of frames to or from one."""
+    return nn.ModuleList(TimeResample(arch.latent, up=up) for _ in range(arch.frames.bit_length() - 1))
 
 
-class VideoMoVQEncoder(MoVQEncoder):
+def _time_blocks(arch: VQArch) -> nn.ModuleList:
+    return nn.ModuleList(TimeResidualBlock(arch.latent) for _ in range(arch.blocks))
+
+
+class VideoEncoder(VQEncoder):
     """An image (B, 3, H, W) to latents (B, C, 1, H/f, W/f) of one clip."""
 
-    def __init__(self, arch: MoVQArch) -> None:
+    def __init__(self, arch: VQArch) -> None:
         super().__init__(arch)
         self.frames = arch.frames
-        self.time_conv = nn.ModuleList(TimeResample(arch.latent, up=False) for _ in range(arch.time_resamples))
-        self.time_res_stack = nn.ModuleList(TimeResidualBlock(arch.latent) for _ in range(arch.blocks))
+        self.time_conv = _time_resamples(arch, up=False)
+        self.time_res_stack = _time_blocks(arch)
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = super().forward(pixels)[:, :, None].expand(-1, -1, self.frames, -1, -1)
@@ -157,35 +78,16 @@ class VideoMoVQEncoder(MoVQEncoder):
         return x
 
 
-class MoVQDecoder(nn.Module):
-    """Latents and the quantised cells that its norms read, both (B, C, H, W), to an image (B, 3, H*f, W*f)."""
-
-    def __init__(self, arch: MoVQArch) -> None:
-        super().__init__()
-        style, lowest = arch.decoder_style, arch.widths[-1]
-        self.conv_in = nn.Conv2d(arch.latent, lowest, 3, padding=1)
-        self.middle_block = MiddleBlock(lowest, style)
-        levels = blocks.resolution_levels(arch.widths, arch.blocks + 1, style, arch.attention, up=True)
-        self.up_block = nn.ModuleDict({"up": levels})
-        self.norm_out = style.norm(arch.widths[0])
-        self.conv_out = nn.Conv2d(arch.widths[0], 3, 3, padding=1)
-
-    def forward(self, latents: Tensor, cells: Tensor) -> Tensor:
-        x = self.middle_block(self.conv_in(latents), cells)
-        x = blocks.run_decoder_levels(self.up_block["up"].children(), x, cells)
-        return self.conv_out(swish(self.norm_out(x, cells)))
-
-
-class VideoMoVQDecoder(MoVQDecoder):
+class VideoDecoder(VQDecoder):
     """Latents and quantised cells of one clip, both (B, C, 1, H, W), to its first frame (B, 3, H*f, W*f)."""
 
-    def __init__(self, arch: MoVQArch) -> None:
+    def __init__(self, arch: VQArch) -> None:
         super().__init__(arch)
-        self.time_res_stack = nn.ModuleList(TimeResidualBlock(arch.latent) for _ in range(arch.blocks))
-        self.time_conv = nn.ModuleList(TimeResample(arch.latent, up=True) for _ in range(arch.time_resamples))
+        self.time_res_stack = _time_blocks(arch)
+        self.time_conv = _time_resamples(arch, up=True)
 
-    def forward(self, latents: Tensor, cells: Tensor) -> Tensor:
-        both = torch.cat([latents, cells])
+    def forward(self, latents: Tensor, *cells: Tensor) -> Tensor:
+        both = torch.cat([latents, *cells])
         for block in self.time_res_stack:
             both = block(both)
         for conv in self.time_conv:
@@ -193,40 +95,17 @@ class VideoMoVQDecoder(MoVQDecoder):
         return super().forward(*both[:, :, 0].chunk(2))  # the first frame
 
 
-class ImageVQ(CodebookTokenizer):
-    """MoVQGAN, the image tokenizer of Lumina-mGPT 2.0."""
+class VideoVQ(VQGAN):
+    """The tokenizer of clips, for single images."""
 
-    def __init__(self, arch: MoVQArch) -> None:
-        super().__init__(arch.downsample)
-        self.arch = arch
-        self.encoder = MoVQEncoder(arch)
-        self.decoder = MoVQDecoder(arch)
-        self.quantize = Codebook(arch.codes, arch.code_dim, unit=False)
-        self.quant_conv = nn.Conv2d(arch.latent, arch.code_dim, 1)
-        self.post_quant_conv = nn.Conv2d(arch.code_dim, arch.latent, 1)
-
-    def to_cells(self, pixels: Tensor) -> Tensor:
-        return self.quant_conv(self.encoder(pixels))
-
-    def to_pixels(self, cells: Tensor) -> Tensor:
-        return self.decoder(self.post_quant_conv(cells), cells)
-
-
-class VideoVQ(CodebookTokenizer):
-    """Emu3's image tokenizer."""
-
-    def __init__(self, arch: MoVQArch) -> None:
-        super().__init__(arch.downsample)
-        self.arch = arch
-        self.encoder = VideoMoVQEncoder(arch)
-        self.decoder = VideoMoVQDecoder(arch)
-        self.quantize = Codebook(arch.codes, arch.code_dim, unit=False)
+    def __init__(self, arch: VQArch) -> None:
+        super().__init__(arch)
+        self.encoder, self.decoder = VideoEncoder(arch), VideoDecoder(arch)
         self.quant_conv = TimeConv(arch.latent, arch.code_dim, (3, 1, 1))
         self.post_quant_conv = TimeConv(arch.code_dim, arch.latent, (3, 1, 1))
 
     def to_cells(self, pixels: Tensor) -> Tensor:
-        return self.quant_conv(self.encoder(pixels))[:, :, 0]
+        return super().to_cells(pixels)[:, :, 0]
 
     def to_pixels(self, cells: Tensor) -> Tensor:
-        frames = cells[:, :, None]  # a clip of one frame
-        return self.decoder(self.post_quant_conv(frames), frames)
+        return super().to_pixels(cells[:, :, None])  # a clip of one frame

@@ -9,6 +9,7 @@ full one, with forced context.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -25,7 +26,7 @@ from underdraw.engine.decode import collect_passes, decode
 from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.models.family import Placement
-from underdraw.models.random_weights import model_shape, random_target
+from underdraw.models.random_weights import ModelShape, model_shape, random_target
 from underdraw.nn.target import DecoderTarget
 from underdraw.plan import MAX_GPU_DEPTH, MAX_NODES, TreePlan
 from underdraw.policies.fixed import NoTree
@@ -47,11 +48,11 @@ from underdraw.verifiers.exact import Exact
 NODES = 16  # of the trees, and of plain passes that run over the same shapes
 RANDOM = "random:"  # begins the names of models with random weights
 QUALITY_NODES = 64  # of the passes over forced pictures
-PROMPTS = (
-    "a fox, 3D render, on a sky blue background",
-    "an owl, 3D render, on a white background",
-    "a cat, 3D render, on a sky blue background",
-    "a horse, 3D render, on a white background",
+LONG_PROMPT = 256  # tokens more in every fifth prompt of a random model
+PROMPTS = tuple(
+    f"{subject}, 3D render, on a {colour} background"
+    for colour in ("sky blue", "white", "purple", "green")
+    for subject in ("a fox", "an owl", "a cat", "a horse", "a rabbit")
 )
 
 
@@ -152,12 +153,28 @@ class Subject:
         return self.target.net.head.weight.device
 
 
+def random_prompts(shape: ModelShape, count: int) -> list[Prompt]:
+    """Prompts of random text tokens and different lengths, every fifth with LONG_PROMPT tokens more.
+
+    Different prompts give different pictures at T=0 too, and long ones attend to more blocks of the KV cache.
+    """
+    choose, codes = random.Random(0), shape.layout.codes
+    text = [token for token in range(1, shape.arch.vocab) if token not in codes] or list(codes)
+    prompts = []
+    for index in range(count):
+        shared = choose.choices(text, k=LONG_PROMPT if index % 5 == 4 else 0)
+        length = shape.prompt_length - index % 4
+        condition, unconditional = choose.choices(text, k=length), choose.choices(text, k=2)
+        prompts.append(Prompt((*shared, *condition), (*shared, *unconditional)))
+    return prompts
+
+
 def load_subject(name: str, placement: Placement, pictures: int) -> Subject:
     """A checkpoint, or random weights of a published shape (`random:anole-7b`)."""
     if name.startswith(RANDOM):
         shape = model_shape(name.removeprefix(RANDOM))
         target = random_target(shape.arch, placement)
-        return Subject(name, target, shape.layout, shape.prompts(pictures), shape.guidance, shape.top_k)
+        return Subject(name, target, shape.layout, random_prompts(shape, pictures), shape.guidance, shape.top_k)
     from underdraw.pipeline import Pipeline
 
     pipe = Pipeline.from_pretrained(

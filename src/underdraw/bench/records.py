@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,27 @@ def _agreement(record: Record) -> list[Section]:
     return [Section(heading, text, Table(columns, rows))]
 
 
+def _matrix_table(rows: Sequence[Record]) -> Table:
+    """Identical images of those drawn at all temperatures: a row per tree, a column per dtype and batch."""
+    trees = {(row["kind"], row["nodes"]) for row in rows}
+    dtypes = list({row["dtype"]: None for row in rows})
+    columns = sorted({(row["dtype"], row["batch"]) for row in rows}, key=lambda key: (dtypes.index(key[0]), key[1]))
+    cells = [
+        [
+            "plain" if tree[0] == "plain" else "{} of {}".format(*tree),
+            *(_equal_images([r for r in rows if (r["kind"], r["nodes"], r["dtype"], r["batch"]) == (*tree, *column)])
+              for column in columns),
+        ]
+        for tree in sorted(trees, key=lambda tree: (tree[0] != "plain", *tree))
+    ]  # fmt: skip
+    return Table(("tree", *("{}, batch {}".format(*column) for column in columns)), cells)
+
+
+def _equal_images(rows: Sequence[Record]) -> str:
+    drawn, equal = (sum(row[key] for row in rows) for key in ("pictures", "pictures_equal"))
+    return f"{equal} of {drawn}" if drawn else ""
+
+
 def _matrix(record: Record) -> list[Section]:
     machine = record["machine"]
     part = "whole images" if record["tokens"] is None else f"the first {record['tokens']} tokens of every image"
@@ -139,19 +160,15 @@ def _matrix(record: Record) -> list[Section]:
         f"{machine['device']}, torch {machine['torch']}, commit {machine['commit']}; guidance {record['guidance']}, "
         f"{record['weights']} weights, numerics {record['numerics']}, {part}, drafters jacobi (chains) and jacobi-tree."
     )
-    rows = [
-        [
-            row["dtype"],
-            f"{row['temperature']:g}",
-            "plain" if row["kind"] == "plain" else f"{row['kind']} of {row['nodes']}",
-            str(row["batch"]),
-            f"{row['pictures_equal']} of {row['pictures']}",
-            percent(row["tokens_equal"] / row["tokens"], 2),
-        ]
-        for row in record["rows"]
+    measured = record["rows"]
+    tokens, equal = (sum(row[key] for row in measured) for key in ("tokens", "tokens_equal"))
+    by_temperature = [
+        f"T={t:g}: {_equal_images([row for row in measured if row['temperature'] == t])}"
+        for t in sorted({row["temperature"] for row in measured})
     ]
-    columns = ("dtype", "T", "tree", "batch", "identical images", "tokens before the first difference")
-    sections = [Section(f"Tokens of plain decoding: {record['model']}", text, Table(columns, rows))]
+    note = f"Identical images, {'; '.join(by_temperature)}. Tokens before the first difference: {equal} of {tokens}."
+    heading = f"Tokens of plain decoding: {record['model']}"
+    sections = [Section(heading, text, _matrix_table(measured), note)]
     qualities = record.get("quality", {})
     if qualities:
         quality_columns = ("dtype", "images", "equal greedy choices", "KL, nats per token", "identical images")

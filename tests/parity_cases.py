@@ -17,6 +17,18 @@ from underdraw.protocols import Prompt
 from underdraw.tree import chain
 
 CPU = Placement(torch.device("cpu"), torch.float32)
+FIXTURES = {  # small checkpoints of tests/parity/conftest.py, and their families
+    "anole": "anole",
+    "lumina": "lumina",
+    "t2i": "llamagen",
+    "c2i": "llamagen",
+    "converted": "llamagen",
+    "janus": "janus",
+    "emu3": "emu3",
+    "glm_image": "glm_image",
+    "simplear": "simplear",
+    "lumina2": "lumina2",
+}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.history import History, StepResult
 from underdraw.models.hub import HubOptions
 from underdraw.models.loading import load_model, open_model, read_saved_choices, resolve_placement, resolve_weights
-from underdraw.models.saving import save_checkpoint, upload_folder
+from underdraw.models.saving import save_checkpoint, upload_folder, write_model_card
 from underdraw.nn.numerics import Numerics
 from underdraw.nn.quantized_weight import WeightFormat
 from underdraw.output import OutputType, PipelineOutput, Stats, check_pixels, decode_images
@@ -387,9 +387,11 @@ class Pipeline(PipelineParts):
         return save_checkpoint(self.model, choices, folder, drafter_folder)
 
     def push_to_hub(self, name: str, *, token: str | None = None, private: bool = False) -> str:
-        """Upload what `save_pretrained` writes to the Hugging Face hub; returns the address."""
+        """Upload what `save_pretrained` writes and a model card to the Hugging Face hub; returns the address."""
         with tempfile.TemporaryDirectory() as temporary:
-            return upload_folder(self.save_pretrained(Path(temporary) / "model"), name, token=token, private=private)
+            folder = self.save_pretrained(Path(temporary) / "model")
+            write_model_card(self.model, folder, name)
+            return upload_folder(folder, name, token=token, private=private)
 
 
 def _check_options(function: str, options: Mapping[str, Any], allowed: Iterable[str]) -> None:

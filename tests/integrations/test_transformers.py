@@ -168,3 +168,5 @@ def test_hub_folder(janus: Any) -> None:
     expected = janus.generate(**janus_inputs(), custom_generate=custom_generate, do_sample=False)
     options: dict[str, Any] = {"custom_generate": folder, "trust_remote_code": True, "do_sample": False}
     assert torch.equal(janus.generate(**janus_inputs(), **options, tree="chain:depth=4"), expected)
+    long = torch.tensor([[START, *[20] * 30, IMAGE_START]])  # transformers' usual limit is 20 tokens
+    assert janus.generate(input_ids=long, attention_mask=torch.ones_like(long), **options).shape == (1, 16)

@@ -58,25 +58,23 @@ def test_models_commands_run() -> None:
 
 
 GENERATE_COMMANDS = [line for block in code_blocks("sh") for line in block.splitlines() if line.startswith("underdraw")]
-LOCAL_MODELS = {
-    "leloy/Anole-7b-v0.1-hf": "anole",
-    "Alpha-VLLM/Lumina-mGPT-7B-768": "lumina",
-    "jadohu/LlamaGen-T2I": "converted",
-    "FoundationVision/LlamaGen/c2i_B_256.pt": "c2i",
-    "deepseek-community/Janus-Pro-1B": "janus",
-    "Emu3-community/Emu3-Gen-hf": "emu3",
-}
-
-
+PUBLISHED = {item["id"]: family["family"] for family in list_families() for item in family["published"]}
+LLAMAGEN_FIXTURES = {"jadohu/LlamaGen-T2I": "converted", "FoundationVision/LlamaGen/c2i_B_256.pt": "c2i"}
 # Images of their sizes take minutes even with small weights; tests of these families draw smaller ones.
-LARGE_MODELS = ("zai-org/GLM-Image", "Daniel0724/SimpleAR-0.5B-RL", "Alpha-VLLM/Lumina-mGPT-2.0")
-LARGE_COMMANDS = [command for command in GENERATE_COMMANDS if any(name in command.split() for name in LARGE_MODELS)]
+LARGE_FAMILIES = ("glm_image", "simplear", "lumina2")
+
+
+def published_model(command: str) -> str:
+    """The published checkpoint of a command."""
+    (model,) = PUBLISHED.keys() & set(shlex.split(command))
+    return model
+
+
+LARGE_COMMANDS = [command for command in GENERATE_COMMANDS if PUBLISHED[published_model(command)] in LARGE_FAMILIES]
 
 
 def test_every_published_family_has_a_command() -> None:
-    assert len(GENERATE_COMMANDS) == 13
-    models = (*LOCAL_MODELS, *LARGE_MODELS)
-    assert all(any(model in shlex.split(command) for command in GENERATE_COMMANDS) for model in models)
+    assert {PUBLISHED[published_model(command)] for command in GENERATE_COMMANDS} == {*families.names()} - {"tiny"}
 
 
 @pytest.mark.parametrize("command", LARGE_COMMANDS, ids=lambda command: shlex.split(command)[-1])
@@ -100,8 +98,9 @@ def test_generate_commands_run(
     """As written, with small checkpoints instead of the published ones."""
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)[1:]
-    (hub_id,) = LOCAL_MODELS.keys() & set(words)
-    words[words.index(hub_id)] = str(request.getfixturevalue(LOCAL_MODELS[hub_id]).path)
+    hub_id = published_model(command)
+    fixture = LLAMAGEN_FIXTURES.get(hub_id, PUBLISHED[hub_id])
+    words[words.index(hub_id)] = str(request.getfixturevalue(fixture).path)
     for kind in ("anole", "llamagen"):
         if f"jadohu/{kind}_drafter" in words:
             checkpoint_writers.write_drafter(tmp_path / kind, kind)

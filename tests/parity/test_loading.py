@@ -26,6 +26,7 @@ from underdraw.models.hub import HubOptions, is_hub_id
 from underdraw.models.loading import load_model
 from underdraw.nn.row_invariant import Linear
 from underdraw.pipeline import Pipeline
+from underdraw.registry import families
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_old_pickle_format_loads(tmp_path: Path, c2i: ParityCase) -> None:
 def test_unsupported_family_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(
-        UnsupportedError, match=r"\(mamba\) is of no supported family; supported are anole, emu3, glm_image, janus"
+        UnsupportedError, match=rf"\(mamba\) is of no supported family; supported are {', '.join(families.names())}\."
     ):
         parity_cases.load(tmp_path)
     torch.save({"model": {"weight": torch.zeros(1)}}, tmp_path / "other.pt")
@@ -218,7 +219,11 @@ def test_missing_companion_is_an_error(tmp_path: Path) -> None:
         load_model(checkpoint, parity_cases.CPU)
 
 
-@pytest.mark.parametrize("name", ["anole", "lumina", "t2i", "c2i", "janus", "emu3"])
+def test_every_family_has_a_small_checkpoint() -> None:
+    assert {*parity_cases.FIXTURES.values(), "tiny"} == set(families.names())
+
+
+@pytest.mark.parametrize("name", parity_cases.FIXTURES)
 def test_weights_are_allocated_input_major(request: pytest.FixtureRequest, name: str) -> None:
     """The layout that makes GEMMs row-invariant on a CPU; it is allocated so, not transposed after loading."""
     target = request.getfixturevalue(name).model.target

@@ -39,8 +39,8 @@ Model = Annotated[
         "-m",
         metavar="MODEL",
         rich_help_panel=MEASURED,
-        help="random:anole-7b, lumina-7b, lumina-2-7b, llamagen-xl, janus-7b, emu3-8b, glm-image-9b, simplear-0.5b, "
-        "simplear-1.5b or toy.",
+        help="random:anole-7b, lumina-7b, lumina-2-7b, llamagen-xl, janus-1b, janus-7b, emu3-8b, glm-image-9b, "
+        "simplear-0.5b, simplear-1.5b or toy.",
     ),
 ]
 Replay = Annotated[

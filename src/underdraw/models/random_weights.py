@@ -20,6 +20,8 @@ from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import Prompt
 
+JANUS_1B = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -61,10 +63,10 @@ def _lumina_2_7b() -> ModelShape:
     return ModelShape(arch, layout, lumina2.SAMPLING.guidance, lumina2.SAMPLING.top_k)
 
 
-def _janus_7b() -> ModelShape:
-    text = decoder_arch({"num_hidden_layers": 30, "vocab_size": 102400}, janus.DEFAULTS, "janus")
+def _janus(config: Mapping[str, Any]) -> ModelShape:
+    text = decoder_arch({"vocab_size": 102400, **config}, janus.DEFAULTS, "janus")
     codes = range(text.vocab, text.vocab + 16384)
-    arch = replace(text, vocab=codes.stop, outputs=codes, head_hidden=4096)
+    arch = replace(text, vocab=codes.stop, outputs=codes, head_hidden=text.dim)
     return ModelShape(arch, Layout(24, 24, codes), guidance=5.0)
 
 
@@ -104,7 +106,8 @@ SHAPES: dict[str, Callable[[], ModelShape]] = {
     "lumina-7b": _lumina_7b,
     "lumina-2-7b": _lumina_2_7b,
     "llamagen-xl": _llamagen_xl,
-    "janus-7b": _janus_7b,
+    "janus-1b": lambda: _janus(JANUS_1B),
+    "janus-7b": lambda: _janus({"num_hidden_layers": 30}),
     "emu3-8b": _emu3_8b,
     "glm-image-9b": _glm_image_9b,
     "simplear-0.5b": lambda: _simplear({}),

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES, is_hub_id
 from underdraw.nn.quantization import quantized_linears
 from underdraw.nn.row_invariant import QuantizedLinear
 from underdraw.nn.weights import SCALE, read_safetensors_header, write_safetensors
+from underdraw.registry import families
 
 _NOT_UPLOADED = ("state.pt", "*.lock", ".*")  # what only the training of a drafter needs
+_TAGS = ["underdraw", "speculative-decoding", "autoregressive-image-generation"]
+_HUB_LICENCES = ("apache-2.0", "mit")  # identifiers of the hub; others are named in full
 
 
 def save_checkpoint(
@@ -117,28 +121,68 @@ def save_drafter_repository(
     path = None if source is None else Path(source).expanduser()
     if path is None or not path.is_dir():
         raise UnsupportedError("the drafter in use has no files here to upload; use the folder of a trained one.")
-    base_model = base_model or (model.name if is_hub_id(model.name) and not Path(model.name).exists() else None)
+    base_model = base_model or _hub_name(model)
     shutil.copytree(path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NOT_UPLOADED))
-    card = folder / "README.md"
-    text = card.read_text(encoding="utf-8") if card.exists() else f"# Drafter for {base_model or model.name}\n"
-    if not text.startswith("---\n"):
-        card.write_text(_drafter_card(text, name, base_model), encoding="utf-8")
+    call = f'Pipeline.from_pretrained("{base_model or "MODEL"}", drafter="{name}")'
+    title = f"# Drafter for {base_model or model.name}\n"
+    _write_card(folder, title, call, tags=["drafter", *_TAGS], base_model=base_model)
     return folder
 
 
-def _drafter_card(text: str, name: str, base_model: str | None) -> str:
-    """A README with the hub's metadata before it and a way to use the drafter after it."""
+def write_model_card(model: LoadedModel, folder: Path, name: str, base_model: str | None = None) -> None:
+    """Write the model card of a folder that `save_checkpoint` has written, to be uploaded as the repository `name`.
+
+    A README with the hub's metadata is not changed. The licence is that of the published checkpoint that was loaded.
+    """
+    base_model = base_model or _hub_name(model)
+    choices = read_json(folder / SAVED_CHOICES_FILE, "the choices of a saved model")
+    rows = "".join(f"| {key} | `{value}` |\n" for key, value in choices.items())
+    source = f" It was loaded from `{base_model}`." if base_model else ""
+    text = (
+        f"# {name}\n\nA text-to-image model of the family `{model.family}` with all files that it needs, saved by "
+        f"underdraw.{source} What is chosen unless a call says otherwise:\n\n| part | choice |\n|---|---|\n{rows}"
+    )
+    weights = choices.get("weights", "full")
+    metadata = _licence_metadata(model.family, base_model or model.name)
+    if base_model and weights != "full":
+        metadata["base_model_relation"] = "quantized"
+    tags = [model.family.replace("_", "-"), *([] if weights == "full" else [weights]), *_TAGS]
+    _write_card(folder, text, f'Pipeline.from_pretrained("{name}")', tags=tags, base_model=base_model, **metadata)
+
+
+def _hub_name(model: LoadedModel) -> str | None:
+    """The model's repository on the hub; None if it was loaded from a folder or is included in the package."""
+    if not is_hub_id(model.name) or Path(model.name).exists():
+        return None
+    return "/".join(model.name.split("/")[:2])  # without the file of a repository with several models
+
+
+def _licence_metadata(family: str, name: str) -> dict[str, str]:
+    """The hub's metadata about the licence of a published checkpoint; {} for others."""
+    published: Any = getattr(families.get(family), "published", ()) if family in families.names() else ()
+    licence = next((item.licence for item in published if item.id == name or item.id.startswith(f"{name}/")), None)
+    if licence is None:
+        return {}
+    is_hub_licence = licence in _HUB_LICENCES
+    return {"license": licence} if is_hub_licence else {"license": "other", "license_name": licence}
+
+
+def _write_card(
+    folder: Path, text: str, call: str, *, tags: list[str], base_model: str | None, **metadata: Any
+) -> None:
+    """Write README.md: the hub's metadata, the folder's README or else `text`, and a way to load the repository."""
     from huggingface_hub import ModelCardData
 
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8") if card.exists() else text
+    if text.startswith("---\n"):
+        return
     data = ModelCardData(
-        base_model=base_model,
-        library_name="underdraw",
-        pipeline_tag="text-to-image",
-        tags=["underdraw", "drafter", "speculative-decoding", "autoregressive-image-generation"],
+        base_model=base_model, library_name="underdraw", pipeline_tag="text-to-image", tags=tags, **metadata
     )
-    call = f'Pipeline.from_pretrained("{base_model or "MODEL"}", drafter="{name}")'
-    use = f"## Use\n\n```py\nfrom underdraw import Pipeline\n\npipe = {call}\n```\n"
-    return f"---\n{data.to_yaml()}\n---\n\n{text.rstrip()}\n\n{use}"
+    use = f"## Use\n\n```py\nfrom underdraw import Pipeline  # pip install underdraw\n\npipe = {call}\n"
+    use += 'pipe("a red fox", seed=3).images[0].save("fox.png")\n```\n'
+    card.write_text(f"---\n{data.to_yaml()}\n---\n\n{text.rstrip()}\n\n{use}", encoding="utf-8")
 
 
 def upload_folder(folder: Path, name: str, *, token: str | None, private: bool) -> str:

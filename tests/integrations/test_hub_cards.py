@@ -1,4 +1,4 @@
-"""Drafters on a faked hub: uploaded with a model card, and loaded again by name."""
+"""Drafters and models on a faked hub: uploaded with a model card, and loaded again by name."""
 
 from __future__ import annotations
 
@@ -78,3 +78,31 @@ def test_drafters_without_files_are_refused(hub: FakeHub, bare: Path) -> None:
     with pytest.raises(UnsupportedError, match="the drafter in use has no files"):
         Pipeline.from_pretrained(bare, drafter="jacobi").push_drafter_to_hub("me/drafter")
     assert not hub.files
+
+
+def test_uploaded_model_has_a_card_and_loads_by_name(hub: FakeHub, bare: Path) -> None:
+    hub.add("them/small", bare)
+    pipe = Pipeline.from_pretrained("them/small", drafter="jacobi", tree="chain:depth=3", weights="int8")
+    pipe.push_to_hub("me/mine")
+    data, text = uploaded_card(hub, "me/mine")
+    assert data["base_model"] == "them/small" and data["base_model_relation"] == "quantized"
+    assert data["library_name"] == "underdraw" and data["pipeline_tag"] == "text-to-image"
+    assert {"underdraw", "tiny", "int8", "speculative-decoding"} <= set(data["tags"]) and "license" not in data
+    assert "| tree | `chain:depth=3` |" in text and 'Pipeline.from_pretrained("me/mine")' in text
+    again = Pipeline.from_pretrained("me/mine")
+    assert again.tree_name == "chain:depth=3" and again.weights == "int8"
+    assert again("fox", seed=1).history.tokens.tolist() == pipe("fox", seed=1).history.tokens.tolist()
+
+
+def test_cards_name_the_licence_of_published_models(hub: FakeHub) -> None:
+    """The embedded model has no base model on the hub; its licence is no identifier of the hub."""
+    Pipeline.from_pretrained("tiny", drafter="jacobi").push_to_hub("me/tiny")
+    data, _ = uploaded_card(hub, "me/tiny")
+    assert "base_model" not in data and data["license"] == "other"
+    assert data["license_name"] == "CC-BY-4.0 AND CC0-1.0 AND MIT"
+
+
+def test_model_cards_with_metadata_stay_as_they_are(hub: FakeHub, bare: Path) -> None:
+    (bare / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n")
+    Pipeline.from_pretrained(bare, drafter="jacobi").push_to_hub("me/mine")
+    assert uploaded_card(hub, "me/mine") == ({"license": "mit"}, "\n# Mine\n")

@@ -174,7 +174,7 @@ def write_tokenizer(path: Path, first: int) -> None:
 
 def write_chameleon(folder: Path, sizes: Sizes, extra: dict[str, Any], rows: str) -> None:
     net = sizes.net(qk_norm="layer", qk_norm_heads=rows)
-    shapes = shapes_of(decoder_destinations(net, chameleon.DECODER_RULES, "model."))
+    shapes = shapes_of(decoder_destinations(net, {"model.": chameleon.DECODER_RULES}))
     shapes["lm_head.weight"] = (sizes.vocab, sizes.dim)
     images = vqgan(sizes, CHAMELEON, 256)
     if rows == "per_head":
@@ -199,7 +199,7 @@ def write_llamagen(folder: Path, sizes: Sizes) -> None:
     full = sizes.dim == PUBLISHED["llamagen"].dim
     width = 2048 if full else 24
     rows = {"codes": slice(0, sizes.vocab)}
-    shapes = shapes_of(decoder_destinations(sizes.net(), llamagen.ORIGINAL_RULES, rows=rows))
+    shapes = shapes_of(decoder_destinations(sizes.net(), {"": llamagen.ORIGINAL_RULES}, rows))
     shapes |= {
         "cls_embedding.cap_proj.fc1.weight": (sizes.dim, width),
         "cls_embedding.cap_proj.fc2.weight": (sizes.dim, sizes.dim),
@@ -223,8 +223,8 @@ def write_llamagen(folder: Path, sizes: Sizes) -> None:
 
 def write_janus(folder: Path, sizes: Sizes) -> None:
     net = sizes.net(head_hidden=sizes.dim, outputs=range(sizes.codes))
-    shapes = shapes_of(decoder_destinations(net, HF_DECODER, "model.language_model."))
-    shapes |= shapes_of(decoder_destinations(net, janus.TRANSFORMERS.head_rules()))
+    shapes = shapes_of(decoder_destinations(net, {"model.language_model.": HF_DECODER}))
+    shapes |= shapes_of(decoder_destinations(net, {"": janus.TRANSFORMERS.head_rules()}))
     shapes |= {
         "model.generation_embeddings.weight": (sizes.codes, 8),
         "model.generation_aligner.fc1.weight": (sizes.dim, 8),
@@ -253,7 +253,7 @@ def write_emu3(folder: Path, sizes: Sizes) -> None:
     }  # fmt: skip
     with torch.device("meta"):
         images = VideoVQ(emu3.image_tokenizer_arch(vq, "emu3"))
-    shapes = shapes_of(decoder_destinations(sizes.net(), HF_DECODER, "model.text_model."))
+    shapes = shapes_of(decoder_destinations(sizes.net(), {"model.text_model.": HF_DECODER}))
     shapes["lm_head.weight"] = (sizes.vocab, sizes.dim)
     write_shards(folder, {**shapes, **shapes_of(vqgan_destinations(images, {}, MOVQ_TRANSFORMERS, "model.vqmodel."))})
     (folder / "config.json").write_text(json.dumps(config))

@@ -108,7 +108,7 @@ ADAPTERS = {
     "emu3": Adapter(emu3.read_spec, emu3.load_decoder, _emu3_size, lambda row, _: row),
     "chameleon": Adapter(
         anole.read_spec,
-        lambda checkpoint, spec, placement: chameleon.load_decoder(checkpoint, spec.arch, placement),
+        chameleon.load_decoder,
         _default_size,
         lambda row, _: (chameleon.START, chameleon.IMAGE_START),
     ),

@@ -16,6 +16,7 @@ from underdraw.models.family import (
     SamplingDefaults,
 )
 from underdraw.models.lumina import is_lumina
+from underdraw.models.transformers_layout import max_positions
 from underdraw.protocols import Prompt
 
 
@@ -34,15 +35,14 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
         defaults=SamplingDefaults(guidance=3.0, temperature=0.7, top_p=0.9),
         sizes=(ImageSize(side, side),),
         make_layout=make_layout,
+        max_positions=max_positions(checkpoint.config, chameleon.DEFAULTS),
     )
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec = read_spec(checkpoint)
     encode = chameleon.load_chameleon_text(checkpoint)
-    target, images = chameleon.load_chameleon(
-        checkpoint, spec.arch, placement, positions=chameleon.max_positions(checkpoint)
-    )
+    target, images = chameleon.load_chameleon(checkpoint, spec, placement)
 
     def encode_prompt(text: str) -> tuple[int, ...]:
         return (chameleon.START, *encode(text), chameleon.SEPARATOR, chameleon.IMAGE_START)

@@ -7,21 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from underdraw.errors import CheckpointError
+from underdraw.models import weight_map
 from underdraw.models.checkpoint import COMPANION_FOLDERS, Checkpoint
-from underdraw.models.family import Placement
-from underdraw.models.transformers_layout import ROPE_BUFFERS, Encode, decoder_arch, load_text_tokenizer, with_defaults
+from underdraw.models.family import ModelSpec, Placement
+from underdraw.models.transformers_layout import Encode, decoder_arch, load_text_tokenizer
 from underdraw.models.vqgan_checkpoint import CHAMELEON, allocate_vqgan, load_vqgan
-from underdraw.models.weight_map import (
-    HF_DECODER,
-    HF_HEAD,
-    HF_QK_NORM,
-    WeightDestination,
-    allocate,
-    copy_weights,
-    decoder_destinations,
-)
+from underdraw.models.weight_map import HF_DECODER, HF_HEAD, HF_QK_NORM, WeightDestination
 from underdraw.nn.target import DecoderTarget
-from underdraw.nn.transformer import Arch, Transformer
+from underdraw.nn.transformer import Arch
 from underdraw.tokenizers.vqgan import VQGAN
 
 # Ids of the tokenizer; the bos_token_id in published configurations is wrong.
@@ -68,41 +61,27 @@ def chameleon_arch(checkpoint: Checkpoint) -> Arch:
     )
 
 
-def load_chameleon(
-    checkpoint: Checkpoint, arch: Arch, placement: Placement, positions: int | None = None
-) -> tuple[DecoderTarget, VQGAN]:
-    """Load the decoder and the image tokenizer, the latter from a companion file if the checkpoint lacks it.
-
-    `positions` is the most that a sequence may have; None means no limit.
-    """
-    net, destinations = allocate_decoder(arch, placement)
+def load_chameleon(checkpoint: Checkpoint, spec: ModelSpec, placement: Placement) -> tuple[DecoderTarget, VQGAN]:
+    """Load the decoder and the image tokenizer, the latter from a companion file if the checkpoint lacks it."""
     shapes = checkpoint.shapes()
     if f"{IMAGE_TOKENIZER_PREFIX}decoder.conv_in.weight" in shapes:
-        images, image_destinations = allocate_vqgan(shapes, CHAMELEON, placement, IMAGE_TOKENIZER_PREFIX)
-        destinations |= image_destinations
-    else:
-        names = [f"{folder}vqgan.ckpt" for folder in _COMPANION_FOLDERS]
-        path = checkpoint.find_or_download(names, _IMAGE_TOKENIZER_HUB_ID)
-        images = load_vqgan(path, CHAMELEON, placement, ignored=["loss"])
-    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, IMAGE_TOKENIZER_PREFIX])
-    return DecoderTarget(net, positions=positions), images
+        images, destinations = allocate_vqgan(shapes, CHAMELEON, placement, IMAGE_TOKENIZER_PREFIX)
+        return load_decoder(checkpoint, spec, placement, destinations), images
+    names = [f"{folder}vqgan.ckpt" for folder in _COMPANION_FOLDERS]
+    path = checkpoint.find_or_download(names, _IMAGE_TOKENIZER_HUB_ID)
+    images = load_vqgan(path, CHAMELEON, placement, ignored=["loss"])
+    return load_decoder(checkpoint, spec, placement), images
 
 
-def allocate_decoder(arch: Arch, placement: Placement) -> tuple[Transformer, dict[str, WeightDestination]]:
-    """An uninitialised decoder, and the destinations of its tensors."""
-    net = allocate(lambda: Transformer(arch), placement)
-    return net, {**decoder_destinations(net, DECODER_RULES, "model."), **decoder_destinations(net, [HF_HEAD])}
-
-
-def load_decoder(checkpoint: Checkpoint, arch: Arch, placement: Placement) -> DecoderTarget:
-    """Load the decoder alone."""
-    net, destinations = allocate_decoder(arch, placement)
-    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, IMAGE_TOKENIZER_PREFIX])
-    return DecoderTarget(net, positions=max_positions(checkpoint))
-
-
-def max_positions(checkpoint: Checkpoint) -> int:
-    return int(with_defaults(checkpoint.config, DEFAULTS)["max_position_embeddings"])
+def load_decoder(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    placement: Placement,
+    images: Mapping[str, WeightDestination] | None = None,
+) -> DecoderTarget:
+    """Load the decoder, and the image tokenizer of the same files if its destinations are given."""
+    rules, ignored = {"model.": DECODER_RULES, "": [HF_HEAD]}, [IMAGE_TOKENIZER_PREFIX]
+    return weight_map.load_decoder(checkpoint, spec, placement, rules, others=images, ignored=ignored)
 
 
 def load_chameleon_text(checkpoint: Checkpoint, hub_id: str | None = None) -> Encode:

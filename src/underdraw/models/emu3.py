@@ -15,6 +15,7 @@ import torch
 
 from underdraw.errors import CheckpointError, UnsupportedError
 from underdraw.layout import Layout
+from underdraw.models import weight_map
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import (
     Family,
@@ -26,24 +27,10 @@ from underdraw.models.family import (
     SamplingDefaults,
 )
 from underdraw.models.tiktoken_text import load_tiktoken
-from underdraw.models.transformers_layout import (
-    ROPE_BUFFERS,
-    Encode,
-    decoder_arch,
-    load_text_tokenizer,
-    with_defaults,
-)
+from underdraw.models.transformers_layout import Encode, decoder_arch, load_text_tokenizer, max_positions
 from underdraw.models.vqgan_checkpoint import MOVQ, MOVQ_TRANSFORMERS, vqgan_destinations
-from underdraw.models.weight_map import (
-    HF_DECODER,
-    HF_HEAD,
-    WeightDestination,
-    allocate,
-    copy_weights,
-    decoder_destinations,
-)
+from underdraw.models.weight_map import HF_DECODER, HF_HEAD, WeightDestination, allocate, copy_weights
 from underdraw.nn.target import DecoderTarget
-from underdraw.nn.transformer import Transformer
 from underdraw.protocols import Prompt
 from underdraw.tokenizers.movq import VideoVQ
 from underdraw.tokenizers.vqgan import VQArch
@@ -236,6 +223,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
         defaults=SamplingDefaults(guidance=3.0, top_k=2048),
         sizes=list_sizes(int(config.get("image_area", IMAGE_AREA)), images.downsample),
         make_layout=lambda size: make_layout(size, images.downsample, tokens),
+        max_positions=max_positions(text_config(config), DEFAULTS),
     )
 
 
@@ -276,16 +264,10 @@ def load_decoder(
     images: Mapping[str, WeightDestination] | None = None,
 ) -> DecoderTarget:
     """Load the decoder, and the image tokenizer of the same files if its destinations are given."""
-    net, prefixes = allocate(lambda: Transformer(spec.arch), placement), tensor_prefixes(checkpoint)
-    destinations = {
-        **decoder_destinations(net, HF_DECODER, prefixes.decoder),
-        **decoder_destinations(net, [HF_HEAD], prefixes.head),
-        **(images or {}),
-    }
+    prefixes = tensor_prefixes(checkpoint)
+    rules = {prefixes.decoder: HF_DECODER, prefixes.head: [HF_HEAD]}
     skipped = [re.escape(prefixes.image_tokenizer)] if images is None else []
-    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, COUNTERS, *skipped])
-    max_positions = with_defaults(text_config(checkpoint.config), DEFAULTS)["max_position_embeddings"]
-    return DecoderTarget(net, positions=int(max_positions))
+    return weight_map.load_decoder(checkpoint, spec, placement, rules, others=images, ignored=[COUNTERS, *skipped])
 
 
 def _load_text(checkpoint: Checkpoint) -> Encode:

@@ -6,8 +6,8 @@ To add a family, write one module with four things:
    its tensor names. Before a download, only the JSON files of a repository exist.
 2. `read_spec(checkpoint) -> ModelSpec`: decoder architecture, image sizes, token layout and sampling defaults, from
    the configuration alone.
-3. `load(checkpoint, placement) -> LoadedModel`: allocate the decoder, copy the weights by `WeightRule`s, and build the
-   image tokenizer and the function that turns text into prompt tokens.
+3. `load(checkpoint, placement) -> LoadedModel`: load the decoder by `weight_map.load_decoder` with rules that name its
+   tensors, and build the image tokenizer and the function that turns text into prompt tokens.
 4. `FAMILY = Family(...)`: a name, a summary, the published checkpoints, and the three functions.
 
 Then register `FAMILY` under the entry point group `underdraw.family` of your package (or in `registry.families`).
@@ -113,6 +113,7 @@ class ModelSpec:
     make_layout: Callable[[ImageSize], Layout]
     requires_size: bool = False  # the checkpoint does not tell its default size, and guessing would be wrong
     size_range: SizeRange | None = None  # further sizes; `sizes` are then the usual ones
+    max_positions: int | None = None  # tokens of the longest sequence; None means no limit
 
     def build(
         self,

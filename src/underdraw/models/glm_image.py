@@ -17,6 +17,7 @@ import torch
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.extras import require_package
 from underdraw.layout import Layout
+from underdraw.models import weight_map
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import (
     Family,
@@ -30,16 +31,8 @@ from underdraw.models.family import (
     SizeRange,
 )
 from underdraw.models.glm_image_pixels import DiffusionDecoder
-from underdraw.models.transformers_layout import ROPE_BUFFERS, decoder_arch, load_text_tokenizer, with_defaults
-from underdraw.models.weight_map import (
-    HF_DECODER,
-    HF_HEAD,
-    HF_QKV_BIAS,
-    WeightRule,
-    allocate,
-    copy_weights,
-    decoder_destinations,
-)
+from underdraw.models.transformers_layout import decoder_arch, load_text_tokenizer, max_positions, with_defaults
+from underdraw.models.weight_map import HF_DECODER, HF_HEAD, HF_QKV_BIAS, WeightRule
 from underdraw.nn.rope import Rope
 from underdraw.nn.row_invariant import QuantizedLinear
 from underdraw.nn.target import DecoderTarget
@@ -79,7 +72,7 @@ DECODER_RULES = (
     WeightRule("layers.{i}.post_self_attn_layernorm.weight", "blocks.{i}.attention_out_norm.weight"),
     WeightRule("layers.{i}.post_mlp_layernorm.weight", "blocks.{i}.ffn_out_norm.weight"),
 )
-IGNORED = [ROPE_BUFFERS, r"model\.visual\.", r"model\.vqmodel\."]  # for editing images, which is not supported
+IGNORED = [r"model\.visual\.", r"model\.vqmodel\."]  # for editing images, which is not supported
 PIPELINE_CLASS = "GlmImagePipeline"
 DECODER_FOLDER, TEXT_FOLDER = "vision_language_encoder", "processor"
 
@@ -147,6 +140,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
         sizes=SIZES,
         make_layout=lambda size: make_layout(size, codes, image_end),
         size_range=SizeRange(multiple=DOWNSAMPLE, largest=MAX_SIDE),
+        max_positions=max_positions(config.get("text_config"), DEFAULTS),
     )
 
 
@@ -171,15 +165,10 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
 
 def load_decoder(decoder: Checkpoint, spec: ModelSpec, placement: Placement) -> DecoderTarget:
     """Load the autoregressive part."""
-    net = allocate(lambda: Transformer(spec.arch), placement)
-    destinations = {
-        **decoder_destinations(net, DECODER_RULES, "model.language_model."),
-        **decoder_destinations(net, [HF_HEAD]),
-    }
-    copy_weights(decoder, destinations, IGNORED)
-    pair_rotated_dimensions(net)
-    max_positions = with_defaults(decoder.config.get("text_config"), DEFAULTS)["max_position_embeddings"]
-    return DecoderTarget(net, positions=int(max_positions))
+    rules = {"model.language_model.": DECODER_RULES, "": [HF_HEAD]}
+    target = weight_map.load_decoder(decoder, spec, placement, rules, ignored=IGNORED)
+    pair_rotated_dimensions(target.net)
+    return target
 
 
 def pair_rotated_dimensions(net: Transformer) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from underdraw.errors import CheckpointError, UnsupportedError
 from underdraw.layout import Layout
+from underdraw.models import weight_map
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import (
     Family,
@@ -29,23 +30,15 @@ from underdraw.models.family import (
     SamplingDefaults,
 )
 from underdraw.models.transformers_layout import (
-    ROPE_BUFFERS,
     decoder_arch,
     load_text_tokenizer,
+    max_positions,
     special_token_id,
     with_defaults,
 )
 from underdraw.models.vqgan_checkpoint import JANUS, LLAMAGEN, VQGANFormat, allocate_vqgan
-from underdraw.models.weight_map import (
-    HF_DECODER,
-    WeightDestination,
-    WeightRule,
-    allocate,
-    copy_weights,
-    decoder_destinations,
-)
+from underdraw.models.weight_map import HF_DECODER, WeightDestination, WeightRule, allocate
 from underdraw.nn.target import DecoderTarget
-from underdraw.nn.transformer import Transformer
 from underdraw.protocols import Prompt
 
 DEFAULTS: Mapping[str, Any] = {
@@ -100,7 +93,7 @@ TRANSFORMERS = TensorNames(
     head="model.generation_head.vision_head",
     image_tokenizer="model.vqmodel.",
     image_format=JANUS,
-    ignored=(ROPE_BUFFERS, r"lm_head\.", r"model\.vision_model\.", r"model\.aligner\."),
+    ignored=(r"lm_head\.", r"model\.vision_model\.", r"model\.aligner\."),
 )
 DEEPSEEK = TensorNames(
     text_config="language_config",
@@ -113,7 +106,6 @@ DEEPSEEK = TensorNames(
     image_tokenizer="gen_vision_model.",
     image_format=LLAMAGEN,
     ignored=(
-        ROPE_BUFFERS,
         r"language_model\.lm_head\.",
         r"vision_model\.",
         r"aligner\.",
@@ -146,6 +138,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
         defaults=SamplingDefaults(guidance=5.0),
         sizes=(ImageSize(pixels, pixels),),
         make_layout=lambda _: Layout(side, side, codes),
+        max_positions=max_positions(config.get(names.text_config), DEFAULTS),
     )
 
 
@@ -209,24 +202,24 @@ def load_decoder(
 ) -> DecoderTarget:
     """Load the decoder, and the image tokenizer of the same files if its destinations are given."""
     shapes, names = checkpoint.shapes(), tensor_names(checkpoint)
-    net = allocate(lambda: Transformer(spec.arch), placement)
     codes, code_dim = shapes[names.code_embedding]
     text_size = spec.arch.vocab - codes
     layers = sum(name.startswith(names.aligner) and name.endswith(".weight") for name in shapes)
     aligner = allocate(
         lambda: Aligner(codes, code_dim, spec.arch.dim, layers), Placement(placement.device, torch.float32)
     )
-    destinations = {
-        **decoder_destinations(net, DECODER_RULES, names.decoder, {"text": slice(0, text_size)}),
-        **decoder_destinations(net, names.head_rules()),
-        **aligner.destinations(names),
-        **(images or {}),
-    }
     skipped = [re.escape(names.image_tokenizer)] if images is None else []
-    copy_weights(checkpoint, destinations, [*names.ignored, *skipped])
-    net.embedding.weight.data[text_size:] = aligner.embed_all()
-    text_config = with_defaults(checkpoint.config.get(names.text_config), DEFAULTS)
-    return DecoderTarget(net, positions=int(text_config["max_position_embeddings"]))
+    target = weight_map.load_decoder(
+        checkpoint,
+        spec,
+        placement,
+        {names.decoder: DECODER_RULES, "": names.head_rules()},
+        rows={"text": slice(0, text_size)},
+        others={**aligner.destinations(names), **(images or {})},
+        ignored=[*names.ignored, *skipped],
+    )
+    target.net.embedding.weight.data[text_size:] = aligner.embed_all()
+    return target
 
 
 def _prompt_builder(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> MakePrompt:

@@ -22,10 +22,10 @@ from underdraw.io import expand_user
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import ImageSize, LoadedModel
 from underdraw.models.hub import HubOptions, download_files
-from underdraw.models.transformers_layout import ROPE_BUFFERS
 from underdraw.models.weight_map import (
     HF_DECODER,
     HF_QK_NORM,
+    ROPE_BUFFERS,
     WeightDestination,
     allocate,
     copy_weights,
@@ -48,7 +48,7 @@ def load_lantern_head(folder: Path, model: LoadedModel) -> Eagle:
     _check_image_size(checkpoint, model)
     net = allocate(lambda: _build_net(arch, bias="fc.bias" in checkpoint.shapes()), model.placement)
     rules = (*HF_DECODER, *(HF_QK_NORM if arch.qk_norm != "none" else ()))
-    destinations = decoder_destinations(net.body, rules)
+    destinations = decoder_destinations(net.body, {"": rules})
     destinations |= {f"fc.{name}": WeightDestination(value.data) for name, value in net.fc.named_parameters()}
     copy_weights(checkpoint, destinations, [ROPE_BUFFERS])
     if (upscale := float(checkpoint.config.get("embed_upscale", 1.0))) > 1:

@@ -39,15 +39,13 @@ from underdraw.models.weight_map import (
     WeightDestination,
     WeightRule,
     allocate,
-    copy_weights,
-    decoder_destinations,
+    load_decoder,
     module_destinations,
     refuse_drafter,
 )
 from underdraw.nn.rope import Rope
 from underdraw.nn.row_invariant import Linear
-from underdraw.nn.target import DecoderTarget
-from underdraw.nn.transformer import Arch, Transformer
+from underdraw.nn.transformer import Arch
 from underdraw.protocols import Prompt
 from underdraw.tokenizers.vqgan import VQGAN
 
@@ -179,22 +177,21 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec, decoder = read_spec(checkpoint), find_decoder(checkpoint)
-    net = allocate(lambda: Transformer(spec.arch), placement)
-    codes = decoder.embedding[0]
-    rows = {"codes": slice(0, codes), "classes": slice(codes, spec.arch.vocab)}
-    destinations = decoder_destinations(net, CONVERTED_RULES if decoder.is_converted else ORIGINAL_RULES, rows=rows)
-    projection = None
+    codes, projection, others = decoder.embedding[0], None, {}
+    rules = CONVERTED_RULES if decoder.is_converted else ORIGINAL_RULES
     if decoder.classes:
-        destinations |= decoder_destinations(net, [_CLASS_RULE], decoder.prefix, rows)
+        rules = (*rules, replace(_CLASS_RULE, tensor=decoder.prefix + _CLASS_TABLE))
         make_prompt = _make_class_prompts(decoder.classes, first_token=codes)
     else:
         projection, unconditional = _allocate_captions(decoder, placement)
-        destinations |= module_destinations(projection, decoder.prefix, _CAPTION_LAYERS.__getitem__)
-        destinations[decoder.prefix + _UNCONDITIONAL] = WeightDestination(unconditional)
+        others = module_destinations(projection, decoder.prefix, _CAPTION_LAYERS.__getitem__)
+        others[decoder.prefix + _UNCONDITIONAL] = WeightDestination(unconditional)
         make_prompt = _make_text_prompts(checkpoint, placement, unconditional)
-    copy_weights(decoder.checkpoint, destinations, [rf"(model\.)?{_ROPE_TABLE}$"])
+    rows = {"codes": slice(0, codes), "classes": slice(codes, spec.arch.vocab)}
+    ignored = [rf"(model\.)?{_ROPE_TABLE}$"]
+    target = load_decoder(decoder.checkpoint, spec, placement, {"": rules}, rows=rows, others=others, ignored=ignored)
     images = _load_image_tokenizer(checkpoint, "c2i" if decoder.classes else "t2i", placement)
-    model = spec.build(FAMILY.name, checkpoint, DecoderTarget(net, projection), images, make_prompt)
+    model = spec.build(FAMILY.name, checkpoint, replace(target, projection=projection), images, make_prompt)
     if not decoder.classes:
         return model
 

@@ -88,15 +88,14 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
         sizes=tuple(dict.fromkeys(size for other in (side, *SIDES) if other for size in list_sizes(other))),
         make_layout=make_layout,
         requires_size=side is None,
+        max_positions=None,  # 1024 x 1024 pixels need more than the configuration's, and RoPE goes on
     )
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec = read_spec(checkpoint)
     encode = chameleon.load_chameleon_text(checkpoint, TEXT_TOKENIZER)
-    # No limit of positions: 1024 x 1024 pixels need more than the configuration's, and RoPE goes on.
-    target, images = chameleon.load_chameleon(checkpoint, spec.arch, placement)
-
+    target, images = chameleon.load_chameleon(checkpoint, spec, placement)
     make_prompt = prompt_builder(encode, chameleon.START, chameleon.SEPARATOR)
     return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
 

@@ -20,10 +20,8 @@ from underdraw.models.family import (
     SamplingDefaults,
 )
 from underdraw.models.lumina import PATCH, list_sizes, prompt_builder, trained_side
-from underdraw.models.transformers_layout import ROPE_BUFFERS, TextTokenizer, load_saved_tokenizer
+from underdraw.models.transformers_layout import TextTokenizer, load_saved_tokenizer
 from underdraw.models.vqgan_checkpoint import MOVQ, load_vqgan
-from underdraw.models.weight_map import copy_weights
-from underdraw.nn.target import DecoderTarget
 
 VOCAB_SIZE = 171385
 CODES = range(155000, 155000 + 16384)
@@ -87,11 +85,10 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     names = [f"{folder}movqgan_270M.ckpt" for folder in _COMPANION_FOLDERS]
     path = checkpoint.find_or_download(names, IMAGE_TOKENIZER_HUB_ID)
     images = load_vqgan(path, MOVQ, placement, ignored=["loss", r"quantize\.(?!embedding)", "model_ema"])
-    net, destinations = chameleon.allocate_decoder(spec.arch, placement)
-    copy_weights(checkpoint, destinations, [ROPE_BUFFERS])
+    target = chameleon.load_decoder(checkpoint, spec, placement)
     start = text.token_id(text.start or "<|endoftext|>")
     make_prompt = prompt_builder(text.encode, start, text.token_id("<reserved08706>"))
-    return spec.build(FAMILY.name, checkpoint, DecoderTarget(net), images, make_prompt)
+    return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
 
 
 FAMILY = Family(

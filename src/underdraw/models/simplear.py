@@ -22,22 +22,14 @@ from underdraw.models.family import (
     SamplingDefaults,
 )
 from underdraw.models.transformers_layout import (
-    ROPE_BUFFERS,
     TextTokenizer,
     decoder_arch,
     load_saved_tokenizer,
+    max_positions,
     with_defaults,
 )
-from underdraw.models.weight_map import (
-    HF_DECODER,
-    HF_HEAD,
-    HF_QKV_BIAS,
-    allocate,
-    copy_weights,
-    decoder_destinations,
-)
-from underdraw.nn.target import DecoderTarget
-from underdraw.nn.transformer import Arch, Transformer
+from underdraw.models.weight_map import HF_DECODER, HF_HEAD, HF_QKV_BIAS, load_decoder
+from underdraw.nn.transformer import Arch
 from underdraw.protocols import Prompt
 from underdraw.tokenizers.cosmos import load_cosmos
 
@@ -122,24 +114,22 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
         defaults=SAMPLING,
         sizes=tuple(ImageSize(side, side) for side in sides),
         make_layout=lambda size: make_layout(size, codes),
+        max_positions=max_positions(checkpoint.config, DEFAULTS),
     )
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
-    spec, config = read_spec(checkpoint), checkpoint.config
+    spec = read_spec(checkpoint)
     encode = load_text(checkpoint).encode
     names = [f"{folder}{IMAGE_TOKENIZER}/decoder.jit" for folder in ("", "checkpoints/")]
     images = load_cosmos(
         checkpoint.find_or_download([*names, "decoder.jit"], f"nvidia/{IMAGE_TOKENIZER}/decoder.jit"), placement.device
     )
-    net = allocate(lambda: Transformer(spec.arch), placement)
-    destinations = decoder_destinations(net, (*HF_DECODER, *HF_QKV_BIAS), "model.")
-    is_tied = config.get("tie_word_embeddings") or "lm_head.weight" not in checkpoint.shapes()
-    if not is_tied:
-        destinations |= decoder_destinations(net, [HF_HEAD])
-    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, *([r"lm_head\."] if is_tied else ())])
+    is_tied = checkpoint.config.get("tie_word_embeddings") or "lm_head.weight" not in checkpoint.shapes()
+    rules = {"model.": (*HF_DECODER, *HF_QKV_BIAS), "": () if is_tied else (HF_HEAD,)}
+    target = load_decoder(checkpoint, spec, placement, rules, ignored=[r"lm_head\."] if is_tied else ())
     if is_tied:
-        codes = spec.arch.outputs
+        net, codes = target.net, spec.arch.outputs
         assert codes is not None
         net.head.weight.data.copy_(net.embedding.weight.data[codes.start : codes.stop])
 
@@ -151,8 +141,6 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
             encode_prompt(PROMPT_PREFIX + text), encode_prompt(NEGATIVE_PROMPT if negative is None else negative)
         )
 
-    max_positions = with_defaults(config, DEFAULTS)["max_position_embeddings"]
-    target = DecoderTarget(net, positions=int(max_positions))
     return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
 
 

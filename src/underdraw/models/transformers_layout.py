@@ -14,12 +14,16 @@ from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch
 
 Encode = Callable[[str], list[int]]
-ROPE_BUFFERS = r".*rotary_emb\.inv_freq$"  # saved by some versions of transformers; we compute these frequencies
 
 
 def with_defaults(config: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration completed by its class's defaults, which transformers leaves out when it saves one."""
     return {**defaults, **{key: value for key, value in (config or {}).items() if value is not None}}
+
+
+def max_positions(config: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> int:
+    """The longest sequence that a configuration allows."""
+    return int(with_defaults(config, defaults)["max_position_embeddings"])
 
 
 def decoder_arch(config: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str) -> Arch:

@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 from underdraw.errors import CapacityError, CheckpointError
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import Placement
+from underdraw.models.family import ModelSpec, Placement
 from underdraw.nn.memory import physical_memory
 from underdraw.nn.quantization import make_quantized
 from underdraw.nn.quantized_weight import QuantizedWeight, is_quantized
 from underdraw.nn.row_invariant import QuantizedLinear, to_input_major
+from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.nn.weights import SCALE
 
 M = TypeVar("M", bound=nn.Module)
+ROPE_BUFFERS = r".*rotary_emb\.inv_freq$"  # saved by some versions of transformers; we compute these frequencies
 _MAX_LISTED = 6  # names that an error message lists before it counts the rest
 
 
@@ -63,6 +65,8 @@ HF_QKV_BIAS = tuple(
 )
 HF_HEAD = WeightRule("lm_head.weight", "head.weight", tensor_rows="outputs")
 """The head, cut to the image codes, since text logits are never needed."""
+Rules = Mapping[str, Iterable[WeightRule]]
+"""Rules by the prefix of their tensor names, such as {"model.": HF_DECODER, "": [HF_HEAD]}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ def row_ranges(arch: Arch) -> dict[str, slice]:
 
 
 def decoder_destinations(
-    net: Transformer, rules: Iterable[WeightRule], prefix: str = "", rows: Mapping[str, slice] | None = None
+    net: Transformer, rules: Rules, rows: Mapping[str, slice] | None = None
 ) -> dict[str, WeightDestination]:
     """Apply the rules to every layer of a decoder: {prefix + tensor name: destination}.
 
@@ -120,7 +124,7 @@ def decoder_destinations(
         f"{name}.weight": module for name, module in net.named_modules() if isinstance(module, QuantizedLinear)
     }
     destinations = {}
-    for rule in rules:
+    for prefix, rule in ((prefix, rule) for prefix, part in rules.items() for rule in part):
         for layer in range(net.arch.layers if "{i}" in rule.tensor else 1):
             parameter = parameters.get(rule.parameter.format(i=layer))
             if parameter is None:
@@ -157,6 +161,26 @@ def allocate(build: Callable[[], M], placement: Placement) -> M:
     if placement.device.type == "cpu":
         to_input_major(module)  # on meta tensors this sets strides; the memory is then allocated with them
     return module.to_empty(device=placement.device).eval().requires_grad_(False)
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    placement: Placement,
+    rules: Rules,
+    *,
+    rows: Mapping[str, slice] | None = None,
+    others: Mapping[str, WeightDestination] | None = None,
+    ignored: Sequence[str] = (),
+) -> DecoderTarget:
+    """Allocate a decoder and copy its weights by rules, and those of `others`, networks in the same files.
+
+    `rows` adds row ranges that rules refer to; `ignored` are patterns as in `copy_weights`.
+    """
+    net = allocate(lambda: Transformer(spec.arch), placement)
+    destinations = {**decoder_destinations(net, rules, rows), **(others or {})}
+    copy_weights(checkpoint, destinations, [ROPE_BUFFERS, *ignored])
+    return DecoderTarget(net, positions=spec.max_positions)
 
 
 def copy_weights(

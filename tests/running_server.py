@@ -25,12 +25,14 @@ class RunningServer:
     url: str
     engine: EngineThread
     server: DrainingServer
+    thread: threading.Thread
+    is_ready: threading.Event
 
 
 @contextlib.contextmanager
-def run_server(pipe: Pipeline, **settings: Any) -> Iterator[RunningServer]:
+def run_server(pipe: Pipeline, *, wait: bool = True, **settings: Any) -> Iterator[RunningServer]:
     """Serve `pipe` on a free port until the block ends; everything that still runs is then cancelled."""
-    options = ServerSettings(port=0, **settings)
+    options = ServerSettings(port=0, **{"warm_up": False, **settings})
     listener = bind(options)
     app, engine = create_app(with_public_names(pipe), options)
     is_ready = threading.Event()
@@ -39,8 +41,9 @@ def run_server(pipe: Pipeline, **settings: Any) -> Iterator[RunningServer]:
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
     thread.start()
     try:
-        assert is_ready.wait(60), "the server did not start"
-        yield RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, server)
+        assert not wait or is_ready.wait(60), "the server did not start"
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield RunningServer(url, engine, server, thread, is_ready)
     finally:
         server.handle_exit(2, None)
         server.handle_exit(2, None)

@@ -187,24 +187,24 @@ class PipelineParts:
             self._verifier = dataclasses.replace(self._verifier, neighbours=neighbours)
         return self
 
-    def _sample_request(self, images: int) -> GenerationRequest:
+    def sample_request(self, images: int) -> GenerationRequest:
         """A request for measuring costs; its prompt is also a class of ImageNet, for models that draw classes."""
         raise NotImplementedError
 
     def _resolve_tree(self, request: GenerationRequest | None = None) -> TreePolicy:
         """The tree policy of a request; without one, of a request for one image."""
-        request = request or self._sample_request(1)
+        request = request or self.sample_request(1)
         return autotune.resolve_tree(
             self._tree, self.drafter, lambda: self._workload(request), batch=len(request.prompts)
         )
 
     def tree_for_batch(self, images: int) -> TreePolicy:
         """The tree policy for `images` images at once; under `auto`, windows shrink as batches grow."""
-        return self._resolve_tree(self._sample_request(images))
+        return self._resolve_tree(self.sample_request(images))
 
     def measure_costs(self, images: int = 1) -> autotune.PassCosts | autotune.WindowCosts:
         """Measure anew what passes cost here with `images` at once, and store it for the `auto` tree."""
-        workload = self._workload(self._sample_request(images))
+        workload = self._workload(self.sample_request(images))
         measure = autotune.measure_again if self.drafter.proposes == "tree" else autotune.measure_windows_again
         return measure(workload)
 

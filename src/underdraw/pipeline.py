@@ -361,7 +361,7 @@ class Pipeline(PipelineParts):
             "weights": self.weights,
         }
 
-    def _sample_request(self, images: int) -> GenerationRequest:
+    def sample_request(self, images: int) -> GenerationRequest:
         return self.request("red fox", num_images_per_prompt=images, seed=0)
 
     def set_progress_bar_config(self, **options: Any) -> None:

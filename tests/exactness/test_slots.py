@@ -232,3 +232,32 @@ def test_without_precomputed_noise(
         toy_models.target(), "jacobi", "chain:depth=3", graphs=make_cache() if captured else None
     )
     slot_checks.check_arrivals(parts, toy_models.PLAIN, random.Random(11), guided=False)
+
+
+@pytest.mark.parametrize("drafter", graph_checks.DRAFTERS)
+def test_restarted_images_go_on_as_if_nothing_had_happened(drafter: str, make_cache: Callable[[], GraphCache]) -> None:
+    """Batches are thrown away after random passes; all images are brought back from their tokens, one by one."""
+    index = graph_checks.DRAFTERS.index(drafter)
+    layout, guided = list(graph_checks.LAYOUTS.values())[index % 2], index % 3 != 0
+    policy = "trunk:nodes=16" if drafter == "jacobi-tree" else "chain:depth=3"
+    choose = random.Random(12 + index)
+    parts = slot_checks.make_parts(
+        toy_models.target(), drafter, policy, graphs=make_cache() if index // 2 % 2 else None, token_stats="keep"
+    )
+    batch = slot_checks.open_batch(parts, layout, guided=guided, slots=4)
+    images = [slot_checks.make_image(layout, choose, guided=guided) for _ in range(3)]
+    assert batch.admit(images) == 3
+    crashes = 0
+    while batch.running:
+        batch.step()
+        if choose.random() < 0.3 and crashes < 4:
+            running = [image for image in batch.slots if image is not None]
+            batch, crashes = slot_checks.open_batch(parts, layout, guided=guided, slots=4), crashes + 1
+            for image in running:
+                before = image.history.passes
+                result = batch.restart(image)
+                assert image.history.passes == before + 1 and result.index == before
+    assert crashes >= 2
+    for image in images:
+        assert image.history.tokens.tolist() == slot_checks.plain_tokens(parts.target, image)
+        assert np.isfinite(image.history.entropy[layout.start : layout.stop]).any()

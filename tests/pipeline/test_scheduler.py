@@ -205,21 +205,6 @@ def test_images_of_several_sizes(pipe: Pipeline) -> None:
         assert pipe.decode_images([image.history])[0].size == (12, request.size.height)
 
 
-def test_an_error_in_a_pass_fails_its_batch_and_nothing_else(pipe: Pipeline) -> None:
-    scheduler = Scheduler(pipe, slots=3)
-    noisy = scheduler.add(pipe.request("fox", seed=1, num_images_per_prompt=2))
-    (greedy,) = scheduler.add(pipe.request("ghost", seed=2, temperature=0.0))
-    scheduler.step()
-    batch = next(batch for key, batch in scheduler._batches.items() if not key.is_greedy)
-    batch._runner.draft.draft = lambda request: 1 / 0  # type: ignore[method-assign, union-attr]
-    failed = scheduler.step().finished
-    assert set(failed) == set(noisy) and all(isinstance(image.error, ZeroDivisionError) for image in failed)
-    (after,) = scheduler.add(pipe.request("fox", seed=1))
-    drain(scheduler)
-    assert greedy.status == after.status == "finished"
-    assert after.history.tokens.tolist() == tokens_alone(pipe, after.request)[0]
-
-
 def test_a_policy_that_raises_fails_its_image_alone(pipe: Pipeline) -> None:
     class FailsForSeed2:
         def plan(self, history: History, step: int) -> TreePlan:

@@ -25,7 +25,11 @@ from running_server import PROMPT, RunningServer, run_server
 from slow_policies import SlowChain
 
 from underdraw import Pipeline
+from underdraw.sampling import NoiseWindow
+from underdraw.serving import pictures
 from underdraw.serving.engine_thread import Event, Pass
+from underdraw.tree import AcceptedPath, DraftTree
+from underdraw.verifiers.exact import Exact
 
 GENERATE = "/v1/images/generations"
 FAILING_SEED = 666
@@ -108,6 +112,54 @@ def test_failing_image_leaves_its_neighbours_alone(slow_server: RunningServer, p
     assert caught.value.code == "drawing_failed"
 
 
+def break_for_seed(stage: str, seed: int, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pictures of one seed fail in a pass, in their decode to pixels, or in the encoding of their file."""
+    verify, decode, encode = Exact.verify, pipe.decode_images, pictures.encode
+
+    def check(is_due: bool) -> None:
+        if is_due:
+            raise RuntimeError("injected: /a/secret/path")
+
+    def broken_verify(verifier: Exact, tree: DraftTree, logits: Any, noise_window: NoiseWindow) -> AcceptedPath:
+        check(bool(((noise_window.sampler.seeds == seed) & (noise_window.steps[:, 0] > 9)).any()))
+        return verify(verifier, tree, logits, noise_window)
+
+    def broken_decode(histories: Any, *rest: Any) -> Any:
+        check(histories[0].seed == seed)
+        return decode(histories, *rest)
+
+    def broken_encode(picture: Any, format: Any, quality: int, metadata: dict[str, str] | None = None) -> str:
+        check(metadata is not None and metadata["seed"] == str(seed))
+        return encode(picture, format, quality, metadata)
+
+    if stage == "pass":
+        monkeypatch.setattr(Exact, "verify", broken_verify)
+    elif stage == "decode":
+        monkeypatch.setattr(pipe, "decode_images", broken_decode)
+    else:
+        monkeypatch.setattr(pictures, "encode", broken_encode)
+
+
+@pytest.mark.parametrize("stage", ["pass", "decode", "encode"])
+def test_failure_at_every_stage_leaves_neighbours_alone(
+    slow_server: RunningServer, pipe: Pipeline, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = [1, 404, 2]
+    with monkeypatch.context() as patch, concurrent.futures.ThreadPoolExecutor() as pool:
+        break_for_seed(stage, 404, slow_server.engine.pipe, patch)
+        answers = list(pool.map(lambda seed: post(slow_server, seed=seed), seeds))
+        stream = post(slow_server, seed=404, stream=True)
+        live = httpx.post(f"{slow_server.url}/draw", json={"prompt": PROMPT, "seed": 404}, timeout=60)
+    assert answers[1].status_code == 500
+    assert_refused(answers[1])
+    for text in (stream.text, live.text):
+        assert "event: error" in text and text.endswith("data: [DONE]\n\n") and "secret" not in text
+    assert_drawn(answers[0], pipe, 1)
+    assert_drawn(answers[2], pipe, 2)
+    assert_drawn(post(slow_server, seed=404), pipe, 404)
+    assert slow_server.engine.is_ready
+
+
 def test_crashed_scheduler_is_replaced(
     slow_server: RunningServer, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +210,7 @@ def test_sigterm_finishes_what_is_drawn(served_model: Path, tmp_path: Path, pipe
         results = [answer.result() for answer in answers]
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert ready.startswith("served on cpu, 4 slots: page and API at http://127.0.0.1:")
+    assert re.match(r"served on cpu, 4 slots, warmed up in \d+\.\d s: page and API at http://127\.0\.0\.1:", ready)
     assert out.strip() == "stopped." and "Traceback" not in err and PROMPT not in err
     drawn = [(seed, answer) for seed, answer in enumerate(results) if answer is not None and answer.status_code == 200]
     refused = [answer for answer in results if answer is not None and answer.status_code != 200]
@@ -238,9 +290,8 @@ def test_slow_body_is_not_waited_for(served_model: Path) -> None:
     with run_server(Pipeline.from_pretrained(served_model, drafter="jacobi", tree="none"), body_timeout=0.3) as running:
         host, port = running.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            head = (
-                f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 40\r\n\r\n"
-            )
+            head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 40\r\n"
+            head += "Content-Type: application/json\r\n\r\n"
             connection.sendall(head.encode() + b'{"prompt":')
             connection.settimeout(10)
             assert connection.recv(1000).startswith(b"HTTP/1.1 408")

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import socket
+import threading
 from pathlib import Path
 
 import httpx
@@ -16,8 +17,10 @@ from commands import call
 from running_server import PROMPT, RunningServer, run_server
 
 from underdraw import Pipeline
-from underdraw.engine.scheduler import ScheduledImage
+from underdraw.engine.scheduler import ScheduledImage, Scheduler, SchedulerStep
 from underdraw.serving.engine_thread import Job
+from underdraw.serving.server import serve
+from underdraw.serving.settings import ServerSettings
 
 GENERATE = "/v1/images/generations"
 KEY = "correct horse battery"
@@ -97,6 +100,75 @@ def test_other_origins_are_not_let_in(server: RunningServer) -> None:
     assert form.status_code == 400  # what a foreign page could send without asking
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:80", 200), ("LOCALHOST.", 200), ("127.0.0.1", 200), ("[::1]:8000", 200), ("draw.example.org", 200),
+        ("rebound.example", 403), ("127.0.0.1.rebound.example:8000", 403), ("localhost.rebound.example", 403),
+        ("[::2]", 403), ("", 403),
+    ],
+)  # fmt: skip
+def test_names_that_were_rebound_to_loopback_are_refused(served_model: Path, host: str, status: int) -> None:
+    settings = ServerSettings(allowed_hosts=("draw.example.org",))
+    assert settings.accepts_host(host) == (status == 200)
+    assert ServerSettings().accepts_host(host) == (status == 200 and host != "draw.example.org")
+    assert ServerSettings(host="0.0.0.0").accepts_host(host), "other machines call it by any name"
+    assert ServerSettings(host="0.0.0.0", allowed_hosts=("draw.example.org",)).accepts_host(host) == (status == 200)
+
+
+def test_refused_host_gets_one_clear_answer(server: RunningServer) -> None:
+    for path, method in (("/", "GET"), ("/health/ready", "GET"), (GENERATE, "POST"), ("/draw", "POST")):
+        answer = httpx.request(method, server.url + path, headers={"Host": "rebound.example"})
+        error = answer.json()["error"]
+        assert (
+            answer.status_code == 403 and error["code"] == "host_not_allowed" and "--allowed-host" in error["message"]
+        )
+    assert server.engine.is_idle
+
+
+def test_warm_up_comes_before_ready(served_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its end, requests and /health/ready get 503; its passes are no requests in the metrics."""
+    reached, go_on, passes = threading.Event(), threading.Event(), []
+    original = Scheduler.step
+
+    def step(scheduler: Scheduler) -> SchedulerStep:
+        passes.append(original(scheduler))
+        if len(passes) == 2:
+            reached.set()
+            assert go_on.wait(30)
+        return passes[-1]
+
+    monkeypatch.setattr(Scheduler, "step", step)
+    pipe = Pipeline.from_pretrained(served_model, drafter="jacobi", tree="chain:depth=2")
+    with run_server(pipe, warm_up=True, slots=3, wait=False) as running:
+        assert reached.wait(30)
+        assert httpx.get(f"{running.url}/health/live").status_code == 200
+        assert httpx.get(f"{running.url}/health/ready").status_code == 503
+        early = post(running)
+        assert early.status_code == 503 and early.json()["error"]["code"] == "warming_up"
+        assert int(early.headers["retry-after"]) >= 1 and not running.is_ready.is_set()
+        go_on.set()
+        assert running.is_ready.wait(30)
+        assert {len(step.results) for step in passes} == {0, 1, 3}, "passes with one image and with all slots in use"
+        assert httpx.get(f"{running.url}/health/ready").status_code == 200
+        assert "underdraw_images_total{" not in httpx.get(f"{running.url}/metrics").text
+        assert post(running, n=3).status_code == 200
+
+
+def test_warm_up_that_fails_or_is_interrupted_ends_the_server(
+    served_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = Pipeline.from_pretrained(served_model, drafter="jacobi", tree="chain:depth=2")
+    with run_server(pipe, warm_up=True, wait=False) as running:
+        running.server.handle_exit(2, None)  # Ctrl-C at once
+        running.thread.join(30)
+        assert not running.thread.is_alive() and not running.is_ready.is_set()
+    monkeypatch.setattr(pipe, "prompts", lambda request: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        serve(pipe, ServerSettings(port=0), lambda *ready: pytest.fail("not ready"))
+    caught.value.with_traceback(None)  # it keeps the images of the warm-up alive
+
+
 def resident_megabytes() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -127,6 +199,7 @@ def test_command_reports_bad_options_and_an_occupied_port(served_model: Path) ->
         (["--slots", 0], "--slots 0 is out of range; use 1 to 256."),
         (["--port", 99999], "--port 99999 is out of range"),
         (["--timeout", 0], "--timeout 0.0 is not allowed"),
+        (["--allowed-host", "http://a.org"], "--allowed-host 'http://a.org' is not a name or an address"),
         (["--api-key", "short"], "the API key must have at least 8 characters"),
     ):
         done = call("serve", *words)

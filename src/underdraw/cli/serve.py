@@ -33,6 +33,15 @@ Host = Annotated[
 Port = Annotated[
     int, typer.Option("--port", metavar="NUMBER", rich_help_panel=ACCESS, help="Port to listen on; 0 takes a free one.")
 ]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-host",
+        metavar="NAME",
+        rich_help_panel=ACCESS,
+        help="Another name that clients may call this server by, as a proxy passes it on; may be repeated.",
+    ),
+]
 ApiKey = Annotated[
     str | None,
     typer.Option(
@@ -60,6 +69,14 @@ Timeout = Annotated[
         metavar="SECONDS", rich_help_panel=LIMITS, help="Longest time of a request, waiting included; then it gets 504."
     ),
 ]
+WarmUp = Annotated[
+    bool,
+    typer.Option(
+        "--warm-up/--no-warm-up",
+        rich_help_panel=LIMITS,
+        help="Run some passes before the server is ready, so that the first picture takes no longer than others.",
+    ),
+]
 LogPrompts = Annotated[
     bool,
     typer.Option("--log-prompts", rich_help_panel=options.OUTPUT, help="Write prompts into the log lines of requests."),
@@ -82,11 +99,13 @@ def serve(
     weights: options.Weights = "auto",
     host: Host = "127.0.0.1",
     port: Port = 8000,
+    allowed_host: AllowedHost = None,
     api_key: ApiKey = None,
     page: Page = True,
     slots: Slots = 8,
     queue: Queue = 64,
     timeout: Timeout = 600.0,
+    warm_up: WarmUp = True,
     log_prompts: LogPrompts = False,
     quiet: Quiet = False,
 ) -> None:
@@ -96,7 +115,7 @@ def serve(
 
     settings = ServerSettings(
         host=host, port=port, slots=slots, queue=queue, timeout=timeout, api_key=api_key,
-        log_prompts=log_prompts, page=page,
+        log_prompts=log_prompts, page=page, allowed_hosts=tuple(allowed_host or ()), warm_up=warm_up,
     )  # fmt: skip
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(package, "serve", "underdraw serve")
@@ -107,9 +126,10 @@ def serve(
     )
     from underdraw.serving.server import serve as run_server
 
-    def on_ready(address: str) -> None:
+    def on_ready(address: str, warm_up_seconds: float | None) -> None:
         what = "page and API" if settings.page else "API"
-        print(f"{pipe.model.name} on {pipe.device.type}, {slots} slots: {what} at {address}", flush=True)
+        warm = "" if warm_up_seconds is None else f", warmed up in {warm_up_seconds:.1f} s"
+        print(f"{pipe.model.name} on {pipe.device.type}, {slots} slots{warm}: {what} at {address}", flush=True)
 
     run_server(pipe, settings, on_ready)
     print("stopped.", flush=True)

@@ -3,10 +3,14 @@
 `add` queues the images of a request from any thread. One thread calls `step`, which admits waiting images into free
 slots, runs one pass of every running image and retires those that are finished. An image never depends on what else is
 running: its tokens are those of drawing it alone.
+
+An exception inside a pass concerns all images of the batch. They are restarted one after another from their committed
+tokens, each with a pass of its own; only those that fail alone are failed. If none does, fewer run together afterwards.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -15,17 +19,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from underdraw.engine.decode import check_histories
 from underdraw.engine.slot_batch import BatchImage, BatchKey, SlotBatch
 from underdraw.engine.slot_sampler import SamplingParams
 from underdraw.engine.step import TokenStatsMode
-from underdraw.errors import ConfigError
+from underdraw.errors import CapacityError, ConfigError
 from underdraw.history import History, StepResult
 
 if TYPE_CHECKING:
     from underdraw.pipeline import Pipeline
     from underdraw.request import GenerationRequest
 
+log = logging.getLogger(__name__)
 Status = Literal["waiting", "running", "finished", "cancelled", "failed"]
 _MAX_PREFILL = 8  # images that are prefilled between two passes while others run
 
@@ -91,6 +98,9 @@ class Scheduler:
         self._waiting: deque[ScheduledImage] = deque()
         self._running: dict[BatchImage, ScheduledImage] = {}
         self._batches: dict[BatchKey, SlotBatch] = {}
+        self._restarting: dict[BatchImage, BatchKey] = {}  # running images whose batch crashed, in order
+        self._unexplained: set[BatchKey] = set()  # batches that crashed, and no image has failed alone since
+        self._max_slots: dict[BatchKey, int] = {}  # of batches that crashed with more
         self._cancelled: set[ScheduledImage] = set()
         self._closed = False
 
@@ -130,7 +140,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Number of images in slots."""
+        """Number of images in slots, or about to be restarted in one."""
         return len(self._running)
 
     @property
@@ -148,7 +158,9 @@ class Scheduler:
         Images of different sizes, with and without guidance, or with and without noise, are in different batches: then
         every batch runs one pass.
         """
-        ended, results = self._cancel_requested(), []
+        ended = self._cancel_requested()
+        results: list[tuple[ScheduledImage, StepResult]] = []
+        self._restart_next(results, ended)
         ended += self._admit()
         for key, batch in list(self._batches.items()):
             if not batch.running:
@@ -156,16 +168,68 @@ class Scheduler:
             members = [image for image in batch.slots if image is not None]
             try:
                 step_results, failures = batch.step()
-            except Exception as error:  # of the pass itself: there is no way to tell whose it is
-                step_results, failures = [], [(image, error) for image in members]
-                del self._batches[key]
+            except Exception as error:
+                ended += self._crash(key, members, error)
+                continue
             for image, result in step_results:
-                scheduled = self._running[image]
-                results.append((scheduled, result))
+                results.append((self._running[image], result))
                 if image.history.done:
-                    ended.append(self._end(scheduled, "finished"))
+                    ended.append(self._finish(key, image))
             ended += [self._end(self._running[image], "failed", error) for image, error in failures]
         return SchedulerStep(results, ended)
+
+    def _crash(self, key: BatchKey, images: Sequence[BatchImage], error: Exception) -> list[ScheduledImage]:
+        """Drop a batch whose pass raised, and restart its images; returns those that fail now."""
+        del self._batches[key]
+        if len(images) == 1 and images[0].restarts:
+            self._explain(key, error)
+            return [self._end(self._running[images[0]], "failed", error)]
+        if key in self._unexplained or _is_out_of_memory(error):
+            self._max_slots[key] = -(-len(images) // 2)
+        log.warning(
+            "a pass of %d images failed (%s: %s); restarting each of them from its tokens, at most %d together.",
+            len(images), type(error).__name__, error, self._max_slots.get(key, self.slots),
+        )  # fmt: skip
+        self._unexplained.add(key)
+        for image in images:
+            image.restarts += 1
+            self._restarting[image] = key
+        return []
+
+    def _restart_next(self, results: list[tuple[ScheduledImage, StepResult]], ended: list[ScheduledImage]) -> None:
+        """Bring back one image of a crashed batch; running images wait for one replay at most."""
+        waiting = ((image, key, self._batch(key)) for image, key in self._restarting.items())
+        image, key, batch = next(((i, k, b) for i, k, b in waiting if b.free), (None, None, None))
+        if image is None or key is None or batch is None:
+            return
+        scheduled = self._running[image]
+        try:
+            results.append((scheduled, batch.restart(image)))
+        except Exception as error:
+            if _is_out_of_memory(error) and batch.running:  # wait until one of them has ended
+                self._max_slots[key] = batch.max_slots = batch.running
+                return
+            del self._restarting[image]
+            self._explain(key, error)
+            ended.append(self._end(scheduled, "failed", error))
+            return
+        if image.history.done:
+            del self._restarting[image]
+            ended.append(self._finish(key, image))
+        elif image in batch.slots:
+            del self._restarting[image]
+
+    def _explain(self, key: BatchKey, error: Exception) -> None:
+        """An image failed alone, which explains why its batch crashed: the others may run together again."""
+        self._unexplained.discard(key)
+        if not _is_out_of_memory(error):
+            self._max_slots.pop(key, None)
+            self._batch(key).max_slots = self.slots
+
+    def _finish(self, key: BatchKey, image: BatchImage) -> ScheduledImage:
+        if image.restarts:  # the batch has worked since
+            self._unexplained.discard(key)
+        return self._end(self._running[image], "finished")
 
     def close(self) -> None:
         """Cancel everything, free the memory and refuse new requests."""
@@ -183,6 +247,8 @@ class Scheduler:
                 self._waiting = deque(image for image in self._waiting if image not in cancelled)
         for batch in self._batches.values() if cancelled else ():
             batch.remove([image for image in batch.slots if image and self._running[image] in cancelled])
+        for image in [image for image in self._restarting if self._running[image] in cancelled]:
+            del self._restarting[image]
         return [self._end(image, "cancelled") for image in cancelled if not image.is_done]
 
     def _admit(self) -> list[ScheduledImage]:
@@ -210,14 +276,21 @@ class Scheduler:
             if not self._waiting:
                 return None, []
             key = _batch_key(self._waiting[0])
-            batch = self._batches.get(key)
-            if batch is None:
-                batch = self._batches[key] = SlotBatch(self._parts, key, self.slots, self._free_idle_batches)
+            if key in self._restarting.values():  # their slots
+                return None, []
+            batch = self._batch(key)
             images: list[ScheduledImage] = []
             room = min(most, batch.free, self.slots - len(self._running))
             while self._waiting and len(images) < room and _batch_key(self._waiting[0]) == key:
                 images.append(self._waiting.popleft())
             return batch, images
+
+    def _batch(self, key: BatchKey) -> SlotBatch:
+        """The batch of a key, a new one if need be."""
+        if key not in self._batches:
+            slots = self._max_slots.get(key, self.slots)
+            self._batches[key] = SlotBatch(self._parts, key, slots, self._free_idle_batches)
+        return self._batches[key]
 
     def _tokenize(self, image: ScheduledImage) -> BatchImage:
         request = image.request
@@ -233,7 +306,9 @@ class Scheduler:
         except Exception as error:
             if len(images) > 1:  # find out whose error it is
                 return [ended for image in images for ended in self._start(batch, [image])]
-            return [self._end(images[0][0], "failed", error)]
+            if not isinstance(error, torch.OutOfMemoryError) or not batch.running:
+                return [self._end(images[0][0], "failed", error)]
+            count, batch.max_slots = 0, batch.running  # wait until one of them has ended
         ended = []
         for scheduled, image in images[:count]:
             scheduled.status = "running"
@@ -255,6 +330,10 @@ class Scheduler:
         self._running = {running: owner for running, owner in self._running.items() if owner is not image}
         image.status, image.error, image.ended_at = status, error, time.perf_counter()
         return image
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, CapacityError | torch.OutOfMemoryError)
 
 
 def _batch_key(image: ScheduledImage) -> BatchKey:

@@ -15,6 +15,7 @@ import torch
 
 from underdraw.engine.cuda_graphs import GraphCache, GraphRunner
 from underdraw.engine.decode import run_pass, sample_first_tokens
+from underdraw.engine.restart import replay
 from underdraw.engine.slot_sampler import SamplingParams, SlotSampler
 from underdraw.engine.step import IDLE_PLAN, StepRunner, TokenStatsMode
 from underdraw.errors import CapacityError
@@ -62,6 +63,7 @@ class BatchImage:
     history: History
     index: int = 0  # `sequence` of its results
     root_step: int = 0  # step of the last token, where the next tree starts
+    restarts: int = 0  # after passes that raised an exception
 
 
 def bucket_slots(images: int, max_slots: int, *, is_captured: bool) -> int:
@@ -106,12 +108,34 @@ class SlotBatch:
         if not self._make_room(self.running + len(images), max(runner.session.prefill.host_lengths)):
             return 0
         self._sample_first(runner, images)
+        self._enter(runner, images)
+        return len(images)
+
+    @torch.inference_mode()
+    def restart(self, image: BatchImage) -> StepResult:
+        """Bring back an image whose batch crashed: replay its tokens alone, run a pass, and give it a slot if it can.
+
+        An exception is this image's.
+        """
+        policy, history = self._policy or self.parts.resolve_policy(1), image.history
+        runner = self._prefill([image], prefill_only=False)
+        root_steps = [replay(runner, history, policy, is_chain=self.parts.drafter.proposes == "chain")]
+        plan = policy.plan(history, root_steps[0])
+        ((_, result),) = run_pass(runner, [plan], [history], root_steps, [image.index])
+        image.root_step = root_steps[0]
+        if not isinstance(runner.draft, SlotSession):
+            self._hold_alone(runner, policy, image)
+        elif not history.done and self._make_room(self.running + 1, max(runner.session.prefill.host_lengths)):
+            self._enter(runner, [image])
+        return result
+
+    def _enter(self, runner: StepRunner, images: Sequence[BatchImage]) -> None:
+        """Copy all images of a runner into free slots."""
         slots = [slot for slot, image in enumerate(self.slots) if image is None][: len(images)]
         assert self._runner is not None
         self._runner.copy_slots(runner, range(len(images)), slots)
         for slot, image in zip(slots, images, strict=True):
             self.slots[slot] = image
-        return len(images)
 
     @torch.inference_mode()
     def step(self) -> tuple[list[tuple[BatchImage, StepResult]], list[tuple[BatchImage, Exception]]]:
@@ -183,12 +207,14 @@ class SlotBatch:
                 "together but start at different times need.",
                 type(self.parts.drafter).__name__,
             )
-            self._can_copy, self.max_slots = False, 1
-        self._runner = self._prefill([image], prefill_only=False)
-        self._policy = self.parts.resolve_policy(1)
-        self._sample_first(self._runner, [image])
-        self.slots = [image]
+        runner = self._prefill([image], prefill_only=False)
+        self._sample_first(runner, [image])
+        self._hold_alone(runner, self.parts.resolve_policy(1), image)
         return 1
+
+    def _hold_alone(self, runner: StepRunner, policy: TreePolicy, image: BatchImage) -> None:
+        self._can_copy, self.max_slots = False, 1
+        self._runner, self._policy, self.slots = runner, policy, [None if image.history.done else image]
 
     def _make_room(self, images: int, prompt_length: int) -> bool:
         """Switch to a batch that holds so many images with prompts of this length; False if there is no memory."""

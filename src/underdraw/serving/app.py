@@ -23,7 +23,7 @@ from underdraw.serving.settings import ServerSettings
 
 def create_app(pipe: Pipeline, settings: ServerSettings) -> tuple[ASGIApp, EngineThread]:
     """The application and its engine, which starts and stops with the application."""
-    engine = EngineThread(pipe, slots=settings.slots, queue=settings.queue)
+    engine = EngineThread(pipe, slots=settings.slots, queue=settings.queue, needs_warm_up=settings.warm_up)
     metrics = Metrics(engine)
 
     @contextlib.asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -14,9 +15,10 @@ from starlette.types import Receive, Scope, Send
 from underdraw.errors import ConfigError
 from underdraw.request import GenerationRequest
 from underdraw.serving.engine_thread import EngineThread, Event, Failed, Finished, Job
-from underdraw.serving.errors import ApiError
+from underdraw.serving.errors import ApiError, drawing_failed
 from underdraw.serving.schemas import DrawingOptions
 
+log = logging.getLogger(__name__)
 HEARTBEAT = 10.0  # seconds without an event after which a comment keeps proxies from closing a stream
 GRACE = 10.0  # seconds after the deadline in which a stream can send that it has passed
 
@@ -149,6 +151,9 @@ class EventStream(Response):
                     await write(format_event(name, data))
         except ApiError as error:
             await write(format_event("error", error.body()))
+        except Exception as error:  # of encoding a picture: the client has its status already
+            log.exception("request %s: an event could not be encoded", self.job.id)
+            await write(format_event("error", drawing_failed(error).body()))
         await write("data: [DONE]\n\n")
 
 

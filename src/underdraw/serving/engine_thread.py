@@ -8,6 +8,7 @@ decoding of tokens to pixels, happen in the thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
@@ -24,6 +25,7 @@ from underdraw.registry import parse
 from underdraw.request import GenerationRequest
 from underdraw.serving import errors
 from underdraw.serving.errors import ApiError
+from underdraw.serving.warm_up import warm_up
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,7 +35,7 @@ MAX_TREES = 4  # schedulers at a time
 MAX_SIDE_SLOTS = 4  # of every scheduler but that of the tree `auto`
 TREES = ("chain", "confidence", "adjacency", "trunk")  # that clients may name; `static` would read files
 PREVIEW_SHARE, PREVIEW_SECONDS = 0.2, 0.1  # of the time that may go into previews; the least time between them
-MAX_FAILURES = 3  # crashed steps in a row after which the server reports that it is not ready
+MAX_FAILURES = 3  # steps in a row that crashed or only failed images, after which the server is not ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,13 @@ class TreeScheduler:
 class EngineThread:
     """Draws images for the server, at most `slots` at once with each tree policy and `queue` more waiting."""
 
-    def __init__(self, pipe: Pipeline, *, slots: int, queue: int) -> None:
+    def __init__(self, pipe: Pipeline, *, slots: int, queue: int, needs_warm_up: bool = False) -> None:
         self.pipe, self.slots, self.queue = pipe, slots, queue
         self.on_event: Callable[[Event], None] = lambda event: None  # for metrics; called in the thread
-        self.failures = 0  # crashed steps in a row
+        self.failures = 0  # steps in a row that crashed or only failed images
+        self.warm_up_seconds: float | None = None  # set at the end of the warm-up
+        self.warm_up_error: Exception | None = None
+        self._is_warm = not needs_warm_up
         self._jobs: dict[ScheduledImage, Job] = {}
         self._schedulers: dict[str, TreeScheduler] = {}
         self._lock = threading.Condition()
@@ -154,7 +159,8 @@ class EngineThread:
 
     @property
     def is_ready(self) -> bool:
-        return self._thread.is_alive() and not self._is_draining and self.failures < MAX_FAILURES
+        is_running = self._thread.is_alive() and self._is_warm and not self._is_draining
+        return is_running and self.failures < MAX_FAILURES
 
     def retry_after(self) -> int:
         """Seconds after which a slot is likely to be free."""
@@ -167,6 +173,8 @@ class EngineThread:
         with self._lock:
             if self._is_draining:
                 raise errors.draining()
+            if not self._is_warm:
+                raise errors.starting()
             if len(request.prompts) > self.slots + self.queue:
                 message = (
                     f"n {len(request.prompts)} is more than this server takes; use at most {self.slots + self.queue}."
@@ -227,6 +235,15 @@ class EngineThread:
         return entry
 
     def _run(self) -> None:
+        if not self._is_warm:
+            try:
+                started = time.perf_counter()
+                warm_up(self._schedulers["auto"].scheduler, lambda: self._is_draining)
+                self.warm_up_seconds = time.perf_counter() - started
+                self._is_warm = True
+            except Exception as error:
+                self.warm_up_error = error  # nothing can be drawn, so the server ends
+                return
         while True:
             with self._lock:
                 while not self._jobs and not self._is_stopped:
@@ -239,30 +256,36 @@ class EngineThread:
                 for image in list(self._jobs):
                     self._end(image)
                 continue
-            self._step(tree, entry)
+            try:
+                self._step(entry)
+            except Exception as error:
+                log.exception("a step of the scheduler with tree %s failed", tree)
+                self._replace(tree, entry, error)
         self._fail(list(self._jobs), errors.draining())
 
-    def _step(self, tree: str, entry: TreeScheduler) -> None:
-        """Run one pass of a scheduler and send its events. A step that crashes fails only its scheduler's images."""
+    def _step(self, entry: TreeScheduler) -> None:
+        """Run one pass of a scheduler and send its events."""
         started = time.perf_counter()
-        try:
-            step = entry.scheduler.step()
-        except Exception as error:
-            log.exception("a step of the scheduler with tree %s failed", tree)
-            self.failures += 1
-            with self._lock:
-                self._schedulers.pop(tree, None)  # the next request gets a new one
-                crashed = [image for image, job in self._jobs.items() if job.pipe is entry.scheduler.pipe]
-            self._fail(crashed, error)
-            return
-        self.failures = 0
+        step = entry.scheduler.step()
         entry.seconds += time.perf_counter() - started
+        if step.results:
+            self.failures = 0
+        else:
+            self.failures += any(image.status == "failed" for image in step.finished)
         for image, result in step.results:
             self._send(self._jobs[image], Pass(image, result))
             if not image.is_done:
                 self._send_partial(image)
         for image in step.finished:
             self._end(image)
+
+    def _replace(self, tree: str, entry: TreeScheduler, error: Exception) -> None:
+        """Fail the images of a scheduler that crashed; the next request gets a new one."""
+        self.failures += 1
+        with self._lock:
+            self._schedulers.pop(tree, None)
+            crashed = [image for image, job in self._jobs.items() if job.pipe is entry.scheduler.pipe]
+        self._fail(crashed, error)
 
     def _send_partial(self, image: ScheduledImage) -> None:
         """Decode a partial picture if the job wants one now."""
@@ -318,7 +341,8 @@ class EngineThread:
         self.on_event(event)
         if (isinstance(event, Pass) and not job.live) or self._loop is None or self._loop.is_closed():
             return
-        self._loop.call_soon_threadsafe(job.events.put_nowait, event)
+        with contextlib.suppress(RuntimeError):  # the loop was closed a moment ago: nobody reads any more
+            self._loop.call_soon_threadsafe(job.events.put_nowait, event)
 
 
 def with_tree(pipe: Pipeline, tree: str) -> Pipeline:

@@ -47,6 +47,10 @@ def draining() -> ApiError:
     return ApiError(503, "the server is shutting down; try again later.", code="shutting_down", retry_after=10)
 
 
+def starting() -> ApiError:
+    return ApiError(503, "the server is warming up; try again in a moment.", code="warming_up", retry_after=5)
+
+
 def drawing_failed(error: Exception) -> ApiError:
     """What the client learns of an image that failed; anything but a refused request is only in the server's log."""
     if isinstance(error, ApiError):

@@ -68,7 +68,10 @@ class RequestMiddleware:
             self._record(scope, request_id, status, time.perf_counter() - started)
 
     def _check(self, path: str, headers: Headers) -> None:
-        """Refuse a request without the API key, or with a body that says it is too long."""
+        """Refuse a request to another host, without the API key, or with a body that says it is too long."""
+        if not self.settings.accepts_host(headers.get("host", "")):
+            message = "this server does not answer to that host name; start it with --allowed-host NAME to allow it."
+            raise ApiError(403, message, code="host_not_allowed")
         key = self.settings.api_key
         if key is not None and path.startswith(GUARDED):
             kind, _, token = headers.get("authorization", "").partition(" ")

@@ -30,30 +30,32 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.engine, self.on_ready = engine, on_ready
         self._signals = 0
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self.on_ready(self.servers[0].sockets[0].getsockname()[1])
+        self._is_announced = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._signals += 1
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
+        if not self._is_announced and self.engine.is_ready:
+            self._is_announced = True
+            self.on_ready(self.servers[0].sockets[0].getsockname()[1])
         if self._signals == 1 and not self.engine.is_draining:
             self.engine.drain()
             if not self.engine.is_idle:
                 print("finishing what is being drawn; once more to stop now.", file=sys.stderr, flush=True)
         if self._signals > 1:
             self.engine.cancel_all()
-        if self._signals and self.engine.is_idle:
+        if (self._signals and self.engine.is_idle) or self.engine.warm_up_error is not None:
             self.should_exit = True
         return await super().on_tick(counter)
 
 
-def serve(pipe: Pipeline, settings: ServerSettings, on_ready: Callable[[str], None]) -> None:
-    """Serve until a signal; `on_ready` gets the address of the page."""
+def serve(pipe: Pipeline, settings: ServerSettings, on_ready: Callable[[str, float | None], None]) -> None:
+    """Serve until a signal; `on_ready` gets the address of the page and the seconds of the warm-up, if there was one.
+
+    Raises the exception of a warm-up that failed.
+    """
     listener = bind(settings)
     pipe = with_public_names(pipe)
     if not settings.log_prompts:  # it repeats the words of prompts
@@ -63,8 +65,10 @@ def serve(pipe: Pipeline, settings: ServerSettings, on_ready: Callable[[str], No
         app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=int(FLUSH_SECONDS)
     )
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    server = DrainingServer(config, engine, lambda port: on_ready(f"http://{host}:{port}/"))
+    server = DrainingServer(config, engine, lambda port: on_ready(f"http://{host}:{port}/", engine.warm_up_seconds))
     asyncio.run(server.serve([listener]))
+    if engine.warm_up_error is not None:
+        raise engine.warm_up_error
 
 
 def bind(settings: ServerSettings) -> socket.socket:

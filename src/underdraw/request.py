@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 
 from underdraw.errors import ConfigError
-from underdraw.models.family import ImageSize
+from underdraw.models.config import ImageSize
 from underdraw.prompts import check_prompt, check_text
 from underdraw.ranges import MAX_IMAGES, MAX_SEED, check_guidance, check_sampling
 

@@ -25,7 +25,7 @@ from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.decode import collect_passes, decode
 from underdraw.history import History
 from underdraw.layout import Layout
-from underdraw.models.family import Placement
+from underdraw.models.config import Placement
 from underdraw.models.random_weights import ModelShape, model_shape, random_target
 from underdraw.nn.target import DecoderTarget
 from underdraw.plan import MAX_GPU_DEPTH, MAX_NODES, TreePlan

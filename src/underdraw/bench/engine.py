@@ -30,7 +30,7 @@ from underdraw.engine.cuda_graphs import CudaGraphPass, EagerPass, GraphCache, G
 from underdraw.engine.decode import collect_passes, decode
 from underdraw.engine.memory_stats import peak_bytes
 from underdraw.history import StepResult
-from underdraw.models.family import Placement
+from underdraw.models.config import Placement
 from underdraw.models.random_weights import ModelShape, model_shape, random_target, randomise
 from underdraw.nn.attention import AttentionBackend
 from underdraw.nn.layer_functions import EAGER, LayerFunctions

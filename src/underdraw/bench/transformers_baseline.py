@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from underdraw.extras import require_package
-from underdraw.models.family import Placement
+from underdraw.models.config import Placement
 from underdraw.models.random_weights import ModelShape
 
 CONTEXT, WARMUP, TIMED = 600, 5, 20  # tokens in the KV cache, untimed and timed forwards

@@ -20,7 +20,8 @@ from underdraw.extras import require_package
 from underdraw.layout import Layout
 from underdraw.models import anole, chameleon, emu3, glm_image, janus
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import ImageSize, LoadedModel, ModelSpec, Placement, SamplingDefaults
+from underdraw.models.config import ImageSize, Placement, SamplingDefaults
+from underdraw.models.family import LoadedModel, ModelSpec
 from underdraw.nn.target import DecoderTarget
 from underdraw.pipeline import Pipeline
 from underdraw.protocols import Prompt

@@ -5,16 +5,8 @@ from __future__ import annotations
 from underdraw.layout import Layout
 from underdraw.models import chameleon
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import (
-    Family,
-    ImageSize,
-    LoadedModel,
-    ModelSpec,
-    Placement,
-    PublishedCheckpoint,
-    PublishedDrafter,
-    SamplingDefaults,
-)
+from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, PublishedDrafter, SamplingDefaults
+from underdraw.models.family import Family, LoadedModel, ModelSpec
 from underdraw.models.lumina import is_lumina
 from underdraw.models.transformers_layout import max_positions
 from underdraw.protocols import Prompt

@@ -9,10 +9,11 @@ from typing import Any
 from underdraw.errors import CheckpointError
 from underdraw.models import weight_map
 from underdraw.models.checkpoint import COMPANION_FOLDERS, Checkpoint
-from underdraw.models.family import ModelSpec, Placement
+from underdraw.models.config import Placement
+from underdraw.models.family import ModelSpec
 from underdraw.models.transformers_layout import Encode, decoder_arch, load_text_tokenizer
 from underdraw.models.vqgan_checkpoint import CHAMELEON, allocate_vqgan, load_vqgan
-from underdraw.models.weight_map import HF_DECODER, HF_HEAD, HF_QK_NORM, WeightDestination
+from underdraw.models.weight_map import HF_DECODER, HF_HEAD, HF_QK_NORM, Destinations
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch
 from underdraw.tokenizers.vqgan import VQGAN
@@ -74,10 +75,7 @@ def load_chameleon(checkpoint: Checkpoint, spec: ModelSpec, placement: Placement
 
 
 def load_decoder(
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    placement: Placement,
-    images: Mapping[str, WeightDestination] | None = None,
+    checkpoint: Checkpoint, spec: ModelSpec, placement: Placement, images: Destinations | None = None
 ) -> DecoderTarget:
     """Load the decoder, and the image tokenizer of the same files if its destinations are given."""
     rules, ignored = {"model.": DECODER_RULES, "": [HF_HEAD]}, [IMAGE_TOKENIZER_PREFIX]

@@ -17,19 +17,12 @@ from underdraw.errors import CheckpointError, UnsupportedError
 from underdraw.layout import Layout
 from underdraw.models import weight_map
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import (
-    Family,
-    ImageSize,
-    LoadedModel,
-    ModelSpec,
-    Placement,
-    PublishedCheckpoint,
-    SamplingDefaults,
-)
+from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
+from underdraw.models.family import Family, LoadedModel, ModelSpec
 from underdraw.models.tiktoken_text import load_tiktoken
 from underdraw.models.transformers_layout import Encode, decoder_arch, load_text_tokenizer, max_positions
 from underdraw.models.vqgan_checkpoint import MOVQ, MOVQ_TRANSFORMERS, vqgan_destinations
-from underdraw.models.weight_map import HF_DECODER, HF_HEAD, WeightDestination, allocate, copy_weights
+from underdraw.models.weight_map import HF_DECODER, HF_HEAD, Destinations, allocate, copy_weights
 from underdraw.nn.target import DecoderTarget
 from underdraw.protocols import Prompt
 from underdraw.tokenizers.movq import VideoVQ
@@ -258,10 +251,7 @@ def tensor_prefixes(checkpoint: Checkpoint) -> TensorPrefixes:
 
 
 def load_decoder(
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    placement: Placement,
-    images: Mapping[str, WeightDestination] | None = None,
+    checkpoint: Checkpoint, spec: ModelSpec, placement: Placement, images: Destinations | None = None
 ) -> DecoderTarget:
     """Load the decoder, and the image tokenizer of the same files if its destinations are given."""
     prefixes = tensor_prefixes(checkpoint)

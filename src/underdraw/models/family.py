@@ -21,86 +21,39 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
+from underdraw.models.config import (
+    ImageSize,
+    Placement,
+    PublishedCheckpoint,
+    PublishedDrafter,
+    SamplingDefaults,
+    SizeRange,
+)
 from underdraw.models.hub import HubOptions
 from underdraw.models.vocabulary import Vocabulary
 from underdraw.nn.quantization import weight_format_of
-from underdraw.nn.quantized_weight import WeightFormat
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import ImageTokenizer, Prompt
 
+__all__ = [  # with the values in `config`: all that describes a family can be imported from here
+    "Family",
+    "ImageSize",
+    "LoadedModel",
+    "MakePrompt",
+    "ModelSpec",
+    "Placement",
+    "PublishedCheckpoint",
+    "PublishedDrafter",
+    "SamplingDefaults",
+    "SizeRange",
+]
 log = logging.getLogger(__name__)
 
 _MAX_LISTED = 24  # sizes that an error message lists before it counts the rest
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedCheckpoint:
-    """A checkpoint on the Hugging Face hub (or in the package) that the family loads."""
-
-    id: str
-    licence: str
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedDrafter:
-    """A drafter on the Hugging Face hub, with the hidden size and image side of the target it was trained for."""
-
-    id: str
-    hidden_size: int
-    image_side: int  # pixels
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """The sampling parameters of the family's authors; a call may override each of them."""
-
-    guidance: float
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSize:
-    """Height and width of an image in pixels."""
-
-    height: int
-    width: int
-
-    def __str__(self) -> str:
-        return f"{self.height}x{self.width}"
-
-
-@dataclass(frozen=True, slots=True)
-class SizeRange:
-    """Any height and width that are multiples of a number of pixels, up to a largest side."""
-
-    multiple: int
-    largest: int
-
-    def __contains__(self, size: ImageSize) -> bool:
-        return all(
-            side % self.multiple == 0 and self.multiple <= side <= self.largest for side in (size.height, size.width)
-        )
-
-    def __str__(self) -> str:
-        return f"multiples of {self.multiple} up to {self.largest}"
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Device and dtype of the weights, and whether the decoder's matrices are quantised."""
-
-    device: torch.device
-    dtype: torch.dtype
-    weights: WeightFormat = "full"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,8 @@ from underdraw.extras import require_package
 from underdraw.layout import Layout
 from underdraw.models import weight_map
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import (
-    Family,
-    ImageSize,
-    LoadedModel,
-    MakePrompt,
-    ModelSpec,
-    Placement,
-    PublishedCheckpoint,
-    SamplingDefaults,
-    SizeRange,
-)
+from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults, SizeRange
+from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
 from underdraw.models.glm_image_pixels import DiffusionDecoder
 from underdraw.models.transformers_layout import decoder_arch, load_text_tokenizer, max_positions, with_defaults
 from underdraw.models.weight_map import HF_DECODER, HF_HEAD, HF_QKV_BIAS, WeightRule

@@ -12,7 +12,7 @@ from torch import Tensor
 from underdraw.errors import CheckpointError, UnsupportedError
 from underdraw.extras import require_package
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import Placement
+from underdraw.models.config import Placement
 
 _CODEBOOK = "model.vqmodel.quantize.embedding.weight"
 

@@ -16,7 +16,8 @@ from underdraw.models.checkpoint import (
     open_checkpoint,
     tensor_shapes,
 )
-from underdraw.models.family import Family, ModelSpec, Placement
+from underdraw.models.config import Placement
+from underdraw.models.family import Family, ModelSpec
 from underdraw.models.hub import WEIGHT_SUFFIXES
 from underdraw.models.loading import all_families, explain_errors, find_family
 from underdraw.nn.quantization import decoder_bytes

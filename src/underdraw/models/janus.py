@@ -19,16 +19,8 @@ from underdraw.errors import CheckpointError, UnsupportedError
 from underdraw.layout import Layout
 from underdraw.models import weight_map
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import (
-    Family,
-    ImageSize,
-    LoadedModel,
-    MakePrompt,
-    ModelSpec,
-    Placement,
-    PublishedCheckpoint,
-    SamplingDefaults,
-)
+from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
+from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
 from underdraw.models.transformers_layout import (
     decoder_arch,
     load_text_tokenizer,
@@ -37,7 +29,7 @@ from underdraw.models.transformers_layout import (
     with_defaults,
 )
 from underdraw.models.vqgan_checkpoint import JANUS, LLAMAGEN, VQGANFormat, allocate_vqgan
-from underdraw.models.weight_map import HF_DECODER, WeightDestination, WeightRule, allocate
+from underdraw.models.weight_map import HF_DECODER, Destinations, WeightDestination, WeightRule, allocate
 from underdraw.nn.target import DecoderTarget
 from underdraw.protocols import Prompt
 
@@ -195,10 +187,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
 
 
 def load_decoder(
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    placement: Placement,
-    images: Mapping[str, WeightDestination] | None = None,
+    checkpoint: Checkpoint, spec: ModelSpec, placement: Placement, images: Destinations | None = None
 ) -> DecoderTarget:
     """Load the decoder, and the image tokenizer of the same files if its destinations are given."""
     shapes, names = checkpoint.shapes(), tensor_names(checkpoint)

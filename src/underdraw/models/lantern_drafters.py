@@ -20,7 +20,8 @@ from underdraw.drafters.padded_eagle import PaddedEagle
 from underdraw.errors import CheckpointError
 from underdraw.io import expand_user
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import ImageSize, LoadedModel
+from underdraw.models.config import ImageSize
+from underdraw.models.family import LoadedModel
 from underdraw.models.hub import HubOptions, download_files
 from underdraw.models.weight_map import (
     HF_DECODER,

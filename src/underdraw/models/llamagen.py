@@ -19,17 +19,8 @@ from torch import Tensor, nn
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint, tensor_shapes
-from underdraw.models.family import (
-    Family,
-    ImageSize,
-    LoadedModel,
-    MakePrompt,
-    ModelSpec,
-    Placement,
-    PublishedCheckpoint,
-    PublishedDrafter,
-    SamplingDefaults,
-)
+from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, PublishedDrafter, SamplingDefaults
+from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
 from underdraw.models.imagenet_classes import class_index
 from underdraw.models.t5_text import T5Features
 from underdraw.models.transformers_layout import decoder_arch, square_side

@@ -25,7 +25,8 @@ from underdraw.errors import (
 )
 from underdraw.io import expand_user, read_json
 from underdraw.models.checkpoint import SAVED_CHOICES_FILE, TRAINED_BY_UNDERDRAW, Checkpoint, open_checkpoint
-from underdraw.models.family import Family, LoadedModel, Placement
+from underdraw.models.config import Placement
+from underdraw.models.family import Family, LoadedModel
 from underdraw.models.hub import HubOptions, download, is_hub_id
 from underdraw.models.lantern_drafters import load_lantern_head
 from underdraw.nn.memory import GIB, free_bytes

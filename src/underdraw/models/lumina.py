@@ -9,16 +9,8 @@ from typing import Any
 from underdraw.layout import Layout
 from underdraw.models import chameleon
 from underdraw.models.checkpoint import SAVED_CHOICES_FILE, Checkpoint
-from underdraw.models.family import (
-    Family,
-    ImageSize,
-    LoadedModel,
-    MakePrompt,
-    ModelSpec,
-    Placement,
-    PublishedCheckpoint,
-    SamplingDefaults,
-)
+from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
+from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
 from underdraw.models.transformers_layout import Encode
 from underdraw.protocols import Prompt
 

@@ -10,15 +10,8 @@ from dataclasses import dataclass, replace
 from underdraw.layout import Layout
 from underdraw.models import chameleon
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import (
-    Family,
-    ImageSize,
-    LoadedModel,
-    ModelSpec,
-    Placement,
-    PublishedCheckpoint,
-    SamplingDefaults,
-)
+from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
+from underdraw.models.family import Family, LoadedModel, ModelSpec
 from underdraw.models.lumina import PATCH, list_sizes, prompt_builder, trained_side
 from underdraw.models.transformers_layout import TextTokenizer, load_saved_tokenizer
 from underdraw.models.vqgan_checkpoint import MOVQ, load_vqgan

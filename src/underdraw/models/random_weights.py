@@ -11,7 +11,7 @@ import torch
 from underdraw.errors import unknown
 from underdraw.layout import Layout
 from underdraw.models import anole, chameleon, emu3, glm_image, janus, llamagen, lumina, lumina2, simplear
-from underdraw.models.family import ImageSize, Placement
+from underdraw.models.config import ImageSize, Placement
 from underdraw.models.transformers_layout import decoder_arch
 from underdraw.models.weight_map import allocate
 from underdraw.nn.rope import Rope

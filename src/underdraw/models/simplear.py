@@ -12,15 +12,8 @@ from typing import Any
 from underdraw.errors import CheckpointError, UnsupportedError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import (
-    Family,
-    ImageSize,
-    LoadedModel,
-    ModelSpec,
-    Placement,
-    PublishedCheckpoint,
-    SamplingDefaults,
-)
+from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
+from underdraw.models.family import Family, LoadedModel, ModelSpec
 from underdraw.models.transformers_layout import (
     TextTokenizer,
     decoder_arch,

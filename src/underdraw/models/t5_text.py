@@ -18,7 +18,7 @@ from torch import Tensor
 from underdraw.errors import CheckpointError, ConfigError, first_line
 from underdraw.extras import require_package
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import Placement
+from underdraw.models.config import Placement
 
 T5_HUB_ID = "google/flan-t5-xl"
 _T5_FOLDERS = ("flan-t5-xl", "t5/flan-t5-xl", "t5-ckpt/flan-t5-xl", "pretrained_models/t5-ckpt/flan-t5-xl")

@@ -9,7 +9,8 @@ from __future__ import annotations
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import TRAINED_BY_UNDERDRAW, Checkpoint
-from underdraw.models.family import Family, ImageSize, LoadedModel, Placement, PublishedCheckpoint, SamplingDefaults
+from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
+from underdraw.models.family import Family, LoadedModel
 from underdraw.models.vocabulary import load_vocabulary
 from underdraw.nn.quantization import quantize_decoder
 from underdraw.nn.quantized_weight import is_quantized

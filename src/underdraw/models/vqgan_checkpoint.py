@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import Placement
+from underdraw.models.config import Placement
 from underdraw.models.weight_map import WeightDestination, allocate, copy_weights, module_destinations
 from underdraw.tokenizers.vqgan import VQGAN, VQArch
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from underdraw.errors import CapacityError, CheckpointError
 from underdraw.models.checkpoint import Checkpoint
-from underdraw.models.family import ModelSpec, Placement
+from underdraw.models.config import Placement
+from underdraw.models.family import ModelSpec
 from underdraw.nn.memory import physical_memory
 from underdraw.nn.quantization import make_quantized
 from underdraw.nn.quantized_weight import QuantizedWeight, is_quantized
@@ -97,6 +98,10 @@ class WeightDestination:
         self.quantized.sources[name] = self.rows
 
 
+Destinations = Mapping[str, WeightDestination]
+"""By tensor name of the checkpoint."""
+
+
 def row_ranges(arch: Arch) -> dict[str, slice]:
     """Row ranges that rules refer to: the parts of fused matrices, and the image codes ("outputs") in a full head."""
     q_rows, kv_rows = arch.heads * arch.head_width, arch.num_kv_heads * arch.head_width
@@ -170,7 +175,7 @@ def load_decoder(
     rules: Rules,
     *,
     rows: Mapping[str, slice] | None = None,
-    others: Mapping[str, WeightDestination] | None = None,
+    others: Destinations | None = None,
     ignored: Sequence[str] = (),
 ) -> DecoderTarget:
     """Allocate a decoder and copy its weights by rules, and those of `others`, networks in the same files.
@@ -183,9 +188,7 @@ def load_decoder(
     return DecoderTarget(net, positions=spec.max_positions)
 
 
-def copy_weights(
-    checkpoint: Checkpoint, destinations: Mapping[str, WeightDestination], ignored: Sequence[str] = ()
-) -> None:
+def copy_weights(checkpoint: Checkpoint, destinations: Destinations, ignored: Sequence[str] = ()) -> None:
     """Copy a checkpoint's tensors to their destinations; missing and unexpected tensors are errors.
 
     `ignored` are regular expressions, matched from the start of the name, for tensors that are not needed.

@@ -21,7 +21,8 @@ from underdraw.drafters.trained import target_fingerprint
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
 from underdraw.io import FolderLock, parse_json, path_inside, read_text, remove_unfinished, split_lines
 from underdraw.layout import Layout
-from underdraw.models.family import ImageSize, LoadedModel
+from underdraw.models.config import ImageSize
+from underdraw.models.family import LoadedModel
 from underdraw.nn.weights import open_safetensors, read_safetensors_header, write_safetensors
 from underdraw.pipeline import Pipeline
 from underdraw.protocols import Prompt

@@ -81,7 +81,9 @@ def colours(
     for text in texts:
         requested_colour(text)
     silent = json or quiet
-    pipe, _ = options.load_pipeline(model, drafter, "auto", "exact", device, dtype, silent=silent)
+    pipe, _ = options.load_pipeline(
+        model=model, drafter=drafter, verifier="exact", device=device, dtype=dtype, silent=silent
+    )
     first = seed or 0
     codes = generate_codes(pipe, texts, range(first, first + len(texts)), batch, silent=silent).codes
     images = decode_codes(pipe, codes)

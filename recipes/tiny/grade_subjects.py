@@ -64,7 +64,9 @@ def subjects(
     images = Pack(pack)
     network = imagenet_features.ImageNetFeatures(imagenet_features.load_weights(cache))
     silent = json or quiet
-    pipe, _ = options.load_pipeline(model, drafter, "auto", "exact", device, dtype, silent=silent)
+    pipe, _ = options.load_pipeline(
+        model=model, drafter=drafter, verifier="exact", device=device, dtype=dtype, silent=silent
+    )
 
     def generate(texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
         generated = generate_all(pipe, texts, seeds, batch, silent=silent)

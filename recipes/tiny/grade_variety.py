@@ -105,7 +105,9 @@ def variety(
         check_file(path)
     kinds = {kind: texts[:limit] for kind, texts in load_kinds(prompts).items()}
     silent = json or quiet
-    pipe, _ = options.load_pipeline(model, drafter, "auto", "exact", device, dtype, silent=silent)
+    pipe, _ = options.load_pipeline(
+        model=model, drafter=drafter, verifier="exact", device=device, dtype=dtype, silent=silent
+    )
     entries, drawn = measure_kinds(pipe, kinds, seeds=seeds, temperature=temperature, batch=batch)
     request = pipe.request(next(iter(kinds.values()))[0], seed=0, temperature=temperature)
     record = {

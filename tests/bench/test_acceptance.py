@@ -116,7 +116,10 @@ def test_statistics_command(mini: Path, prompts: Path, tmp_path: Path) -> None:
     assert "16 and more" in page.read_text() and "Drafter jacobi" in page.read_text()
     out.write_text('{"kind": "else"}')
     assert "unknown kind 'else'" in call("plot", "--page", page).err
-    for words, message in ((["--limit", 0], "--limit 0"), (["--prompts", "nowhere.txt"], "does not exist")):
+    for words, message in (
+        (["--limit", 0], "'--limit': 0 should be"),
+        (["--prompts", "nowhere.txt"], "does not exist"),
+    ):
         result = call("evaluate", "statistics", *options, *words)
         assert result.code == 2 and message in result.err and result.err.count("\n") == 1
 

@@ -104,7 +104,11 @@ def test_command_writes_a_record_and_prints_a_table(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--nodes", "1"], "--nodes 1"), (["--nodes", "500"], "at most 128"), (["--batch", "0"], "--batch 0")],
+    [
+        (["--nodes", "1"], "'--nodes': 1 should be greater than or equal to 2"),
+        (["--nodes", "500"], "'--nodes': 500 should be less than or equal to 128"),
+        (["--batch", "0"], "'--batch': 0 should"),
+    ],
 )
 def test_bad_option_prints_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "agreement", *words]) == 2

@@ -54,7 +54,7 @@ def test_command_prints_a_table_and_json(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("--model random:nothing", "random:anole-7b"),
-        ("--gpus 0", "at least 1"),
+        ("--gpus 0", "0 should be greater than or equal to 1"),
         ("--tokens-per-pass 99", "from 1 to 65"),
         ("--batch 4", "use a smaller --batch"),
         ("--costs missing.json", "missing.json"),

@@ -157,7 +157,7 @@ def test_engine_command_shows_progress_from_the_start(capsys: pytest.CaptureFixt
     [
         (["--model", "tiny"], "no published shape"),
         (["--model", "random:gpt"], "random model"),
-        (["--model", "random:toy", "--batch", "9"], "--batch 9"),
+        (["--model", "random:toy", "--batch", "9"], "'--batch': 9 should be less than or equal to 8"),
         (["--model", "random:toy", "--device", "cpu", "--compile", "on"], "needs a CUDA device"),
         (["--model", "random:toy", "--replay-drafter", "block"], "more --replay-drafter than --replay"),
     ],

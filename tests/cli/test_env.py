@@ -44,4 +44,4 @@ def test_measure_replaces_stored_costs(small_model: Path, tmp_path: Path, monkey
 
 
 def test_measure_checks_its_options(small_model: Path) -> None:
-    assert "use 1 to 4" in call("env", "--measure", "-m", small_model, "--batch", 9).err
+    assert "9 should be less than or equal to 4" in call("env", "--measure", "-m", small_model, "--batch", 9).err

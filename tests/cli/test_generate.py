@@ -170,7 +170,7 @@ def test_sheet_shows_all_images_of_a_folder(small_model: Path, folder: Path) -> 
     command = ["generate", "fox", "-m", small_model, "--seed", 1, "--quiet", "--tree", "none"]
     assert call(*command, "--n", 3, "--out", "many", "--sheet", "sheet.jpg").code == 0
     assert Image.open("sheet.jpg").format == "JPEG" and Image.open("sheet.jpg").width == 8 * 148
-    assert "--sheet shows a folder" in call(*command, "--out", "x.png", "--sheet", "sheet.jpg").err
+    assert "--sheet is for many images" in call(*command, "--out", "x.png", "--sheet", "sheet.jpg").err
     done = call(*command, "--n", 2, "--out", "other", "--sheet", "sheet.gif")
     assert done.code == 2 and ".jpg, .jpeg, .png" in done.err and not Path("other").exists()
 

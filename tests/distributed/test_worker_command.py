@@ -143,12 +143,12 @@ def test_verify_finds_a_changed_image(command: list[object], whole: Path, tmp_pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--workers 0", "use 1 to 1024"),
+        ("--workers 0", "0 should be greater than or equal to 1"),
         ("--workers 2 --ray auto", "exclude each other"),
         ("--actors 2", "add --ray auto"),
         ("--ray auto --actors 3:1", "COUNT or MIN:MAX"),
         ("--ray auto --gpus-per-actor -1", "use 0 to 64"),
-        ("--shard-size 0", "use at least 1"),
+        ("--shard-size 0", "0 should be greater than or equal to 1"),
         ("--format webdataset --sheet s.jpg", "--format folder"),
     ],
 )

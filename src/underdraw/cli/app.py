@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
         code = command(args=arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()  # a full disk or a closed pipe is noticed here, not when Python ends
     except UsageError as error:
-        return print_error(error.format_message().replace("Value error, ", ""))  # of a type that typer converts
+        return print_error(usage_message(error))
     except UnderdrawError as error:
         return print_error(str(error), error.exit_code)
     except ModuleNotFoundError as error:
@@ -159,6 +159,14 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
     if code == INTERRUPTED:
         print("stopped.", file=sys.stderr)
     return code if isinstance(code, int) else 0
+
+
+def usage_message(error: Any) -> str:
+    """What is wrong with an option. Newer versions of typer leave its checks to pydantic, and the value out."""
+    message: str = error.format_message().replace("Value error, ", "")
+    if hasattr(error.__cause__, "errors"):
+        message = message.replace("Input should", f"{error.__cause__.errors()[0]['input']} should")
+    return message
 
 
 def open_streams() -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from underdraw.bench.presets import PRESETS, Preset, find_preset, method_grid
 from underdraw.cli import options
 from underdraw.cli.measuring import image_counter
+from underdraw.cli.options import OutputOptions, measured_option, output_option
 from underdraw.cli.outputs import check_folder
-from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError, UnderdrawError
 from underdraw.extras import require_package
 from underdraw.io import FolderLock
-from underdraw.ranges import MAX_IMAGES, check_number, check_seed
+from underdraw.ranges import MAX_IMAGES, check_seed
 
 if TYPE_CHECKING:
     from underdraw.bench.runner import BenchPlan
@@ -32,132 +34,92 @@ underdraw bench --prompts prompts.txt --tree adjacency --tree confidence:depth=5
 
 underdraw bench --preset paper-main --prompts parti --data data --overlong skip --limit 8 --repeats 3 --out parti
 """
-MEASURED = "Measurement"
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 Many = list[str] | None
 
 PresetName = Annotated[
     str | None,
-    typer.Option(
+    measured_option(
         "--preset",
         metavar="NAME",
-        rich_help_panel=MEASURED,
         help=f"An experiment with its methods and temperatures: {', '.join(PRESETS)}.",
     ),
 ]
 Prompts = Annotated[
     str,
-    typer.Option(
+    measured_option(
         metavar="FILE|parti|coco",
-        rich_help_panel=MEASURED,
         help="A text file with one prompt per line, a JSON {kind: [prompt, ...]}, a TSV of PartiPrompts, a captions "
         "JSON of COCO, or parti or coco.",
     ),
 ]
-Data = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        envvar="UNDERDRAW_DATA",
-        rich_help_panel=MEASURED,
-        help="The folder of the files of parti and coco.",
-    ),
-]
 Limit = Annotated[
     int | None,
-    typer.Option(
+    measured_option(
+        min=1,
+        max=MAX_IMAGES,
         metavar="COUNT",
-        rich_help_panel=MEASURED,
         help="Only the first COUNT prompts. Default: as many as the preset says, or all.",
-    ),
-]
-Overlong = Annotated[
-    Literal["refuse", "skip"],
-    typer.Option(
-        rich_help_panel=MEASURED, help="Prompts that are too long for the model: refuse to start, or skip them."
     ),
 ]
 Repeats = Annotated[
     int,
-    typer.Option(metavar="COUNT", rich_help_panel=MEASURED, help="How often every image is generated, for the times."),
+    measured_option(min=1, max=MAX_IMAGES, metavar="COUNT", help="How often every image is generated, for the times."),
 ]
-Trees = Annotated[
-    Many, typer.Option("--tree", metavar="POLICY", rich_help_panel=MEASURED, help="A tree policy; can be repeated.")
-]
-Verifiers = Annotated[
-    Many, typer.Option("--verifier", metavar="VERIFIER", rich_help_panel=MEASURED, help="A verifier; can be repeated.")
-]
+Trees = Annotated[Many, measured_option("--tree", metavar="POLICY", help="A tree policy; can be repeated.")]
+Verifiers = Annotated[Many, measured_option("--verifier", metavar="VERIFIER", help="A verifier; can be repeated.")]
 Drafters = Annotated[
-    Many,
-    typer.Option(
-        "--drafter", metavar="DRAFTER", rich_help_panel=MEASURED, help="A drafter; can be repeated without a preset."
-    ),
+    Many, measured_option("--drafter", metavar="DRAFTER", help="A drafter; can be repeated without a preset.")
 ]
 Proposals = Annotated[
     Many,
-    typer.Option(
-        "--proposal",
-        metavar="PROPOSAL",
-        rich_help_panel=MEASURED,
-        help="A proposal: auto, coupled, topk or sampled; can be repeated.",
+    measured_option(
+        "--proposal", metavar="PROPOSAL", help="A proposal: auto, coupled, topk or sampled; can be repeated."
     ),
 ]
 Temperatures = Annotated[
     list[float] | None,
-    typer.Option(
+    measured_option(
         "--temperature",
         metavar="NUMBER",
-        rich_help_panel=MEASURED,
         help="A temperature; can be repeated. Default: those of the preset, or 1.",
     ),
 ]
-Seed = Annotated[int, typer.Option(metavar="NUMBER", rich_help_panel=MEASURED, help="Prompt i has seed + i.")]
 Out = Annotated[
     Path,
-    typer.Option(
-        "--out",
-        "-o",
-        metavar="FOLDER",
-        rich_help_panel=options.OUTPUT,
-        help="Folder of the results. After a stop, the same command resumes.",
+    output_option(
+        "--out", "-o", metavar="FOLDER", help="Folder of the results. After a stop, the same command resumes."
     ),
 ]
-Force = Annotated[
-    bool, typer.Option("--force", "-f", rich_help_panel=options.OUTPUT, help="Discard the run in the folder.")
-]
+Force = Annotated[bool, output_option("--force", "-f", help="Discard the run in the folder.")]
 
 
 @app.command(epilog=EXAMPLES)
+@options.grouped
 def bench(
     prompts: Prompts,
     out: Out,
     preset: PresetName = None,
-    data: Data = None,
+    data: options.Data = None,
     limit: Limit = None,
-    overlong: Overlong = "refuse",
+    overlong: options.Overlong = "refuse",
     repeats: Repeats = 1,
     tree: Trees = None,
     verifier: Verifiers = None,
     drafter: Drafters = None,
     proposal: Proposals = None,
     temperature: Temperatures = None,
-    seed: Seed = 0,
+    seed: options.PromptSeed = 0,
     guidance: options.Guidance = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
-    model: options.Model = "tiny",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
     force: Force = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    *,
+    placed: options.ModelOptions,
+    output: options.OutputOptions,
 ) -> None:
     """Compare methods with plain autoregression: speed, tokens per pass, memory, identical images. Resumable."""
     experiment = _choose_methods(preset, tree, verifier, drafter, proposal)
-    for name, value in (("--limit", limit), ("--repeats", repeats)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} {value} leaves nothing to measure; use at least 1.")
-        check_number(name, value, 1, MAX_IMAGES)
     for number in temperature or (1.0,):
         options.check_sampling_options(guidance, number, top_k, top_p, seed)
     check_folder(out)
@@ -165,7 +127,8 @@ def bench(
         require_package(package, "bench", "underdraw bench")
     texts, kinds = _load_prompts(prompts, data)
     default_drafter = drafter[0] if preset is not None and drafter else "auto"
-    pipe, _ = options.load_pipeline(model, default_drafter, "auto", "exact", device, dtype, silent=json or quiet)
+    loading = {**asdict(placed), "drafter": default_drafter, "verifier": "exact"}
+    pipe, _ = options.load_pipeline(**loading, silent=output.silent)
     from underdraw.bench.runner import BenchPlan
     from underdraw.pipeline import Pipeline
 
@@ -182,19 +145,11 @@ def bench(
     if len(texts) * repeats * len(temperatures) * (1 + len(experiment.methods)) > MAX_IMAGES:
         raise ConfigError(f"--repeats {repeats} asks for more than {MAX_IMAGES} images; use less.")
     check_seed(seed, len(texts))
-    plan = BenchPlan(
-        experiment.methods,
-        temperatures,
-        texts,
-        repeats,
-        seed,
-        experiment.name or None,
-        kinds,
-        experiment.has_cost_model,
-    )
+    preset_name, has_costs = experiment.name or None, experiment.has_cost_model
+    plan = BenchPlan(experiment.methods, temperatures, texts, repeats, seed, preset_name, kinds, has_costs)
     sampling = {"guidance_scale": guidance, "top_k": top_k, "top_p": top_p}
     with FolderLock(out, "a benchmark"):
-        _run(pipe, plan, sampling, out, force=force, json=json, quiet=quiet)
+        _run(pipe, plan, sampling, out, output, force=force)
 
 
 def _choose_methods(preset: str | None, tree: Many, verifier: Many, drafter: Many, proposal: Many) -> Preset:
@@ -238,10 +193,8 @@ def _select_prompts(pipe: Pipeline, texts: list[str], overlong: str, limit: int 
 
 
 def _run(
-    pipe: Pipeline, plan: BenchPlan, sampling: dict[str, Any], out: Path, *, force: bool, json: bool, quiet: bool
+    pipe: Pipeline, plan: BenchPlan, sampling: dict[str, Any], out: Path, output: OutputOptions, *, force: bool
 ) -> None:
-    import sys
-
     from underdraw.bench.presets import AR
     from underdraw.bench.report import print_table
     from underdraw.bench.results import PictureKey, ResultFolder
@@ -253,7 +206,7 @@ def _run(
     methods = {method.name: method.to_dict() for method in (AR, *plan.methods)}
     folder.open(runner.settings(), methods, overwrite=force)
     keys = [key for _, key in plan.pictures()]
-    with image_counter("measuring", len(keys), silent=json or quiet) as bar:
+    with image_counter("measuring", len(keys), silent=output.silent) as bar:
         bar.update(sum(key in folder.rows for key in keys))
 
         def advance(key: PictureKey) -> None:
@@ -268,7 +221,7 @@ def _run(
             raise
     summary = write_summary(folder)
     record = {"out": str(out), "rows": len(folder.rows), "drawn": drawn, "entries": summary["entries"]}
-    if not (json or quiet):
+    if not output.silent:
         print_table(main_table(summary))
     line = f"{out}: {len(folder.rows)} rows ({drawn} new); figures and a report: underdraw plot {out}"
-    print_result(line, record, as_json=json, quiet=quiet)
+    output.print(line, record)

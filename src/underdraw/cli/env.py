@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,6 @@ import typer
 
 from underdraw import __version__
 from underdraw.cli import options
-from underdraw.errors import ConfigError
 
 if TYPE_CHECKING:
     from underdraw.pipeline import Pipeline
@@ -44,26 +44,24 @@ Measure = Annotated[
     bool, typer.Option("--measure", help="Measure again what passes cost here, which the tree `auto` depends on.")
 ]
 Batch = Annotated[
-    int, typer.Option(metavar="COUNT", rich_help_panel=options.PARTS, help=f"Images at once, 1 to {MAX_BATCH}.")
+    int, options.part_option(min=1, max=MAX_BATCH, metavar="COUNT", help=f"Images at once, 1 to {MAX_BATCH}.")
 ]
 
 
 @app.command(epilog=EXAMPLES)
+@options.grouped
 def env(
     measure: Measure = False,
     batch: Batch = 1,
-    model: options.Model = "tiny",
     drafter: options.Drafter = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    compile: options.Compile = "auto",
     json: Json = False,
+    *,
+    placed: options.ModelOptions,
+    how: options.PassOptions,
 ) -> None:
     """Print versions, devices and the kernels in use. With --measure, time passes of a model and store their cost."""
-    if not 1 <= batch <= MAX_BATCH:
-        raise ConfigError(f"--batch {batch} is out of range; use 1 to {MAX_BATCH}.")
     if measure:
-        pipe, _ = options.load_pipeline(model, drafter, "auto", "exact", device, dtype, compile, silent=json)
+        pipe, _ = options.load_pipeline(**asdict(placed), **asdict(how), drafter=drafter, verifier="exact", silent=json)
         sections = {"costs": measure_costs(pipe, batch)}
     else:
         sections = {

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from underdraw.cli import options
-from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError
 
 EXAMPLES = """
@@ -54,13 +53,14 @@ Weights = Annotated[
 
 
 @app.command(epilog=EXAMPLES)
+@options.grouped
 def evaluate(
     folder: Folder,
     against: Against = None,
     metrics: Metrics = None,
     weights: Weights = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    *,
+    output: options.OutputOptions,
 ) -> None:
     """Compare images (identical? same distribution?) or score them: FID, Inception Score, precision, CLIP, HPSv2."""
     if metrics is None and against is None:
@@ -73,11 +73,11 @@ def evaluate(
     names = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
     evaluation = Evaluation(folder, against, names, weights)
     evaluation.check()
-    is_hidden = json or quiet or not sys.stderr.isatty()
+    is_hidden = output.silent or not sys.stderr.isatty()
     total = evaluation.network_images()
     with tqdm(total=total, unit="image", file=sys.stderr, disable=is_hidden, leave=False) as bar:
         record = compute(evaluation, bar.update)
-    print_result("\n".join(_lines(record)), record, as_json=json, quiet=quiet)
+    output.print("\n".join(_lines(record)), record)
 
 
 def _lines(record: dict[str, Any]) -> list[str]:

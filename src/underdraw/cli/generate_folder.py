@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from underdraw.cli.options import load_pipeline
-from underdraw.cli.progress import RunProgress, print_result
+from underdraw.cli.progress import RunProgress
 from underdraw.cli.records import rounded, summary_line
 from underdraw.distributed.planned_images import WorkerOptions, Workers
 from underdraw.distributed.ranks import current_rank, local_rank
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SHEET_WIDTH = 144  # pixels of an image on a contact sheet
 
 
-def generate_folder(options: GenerateOptions, loading: dict[str, Any], request_options: dict[str, Any]) -> None:
+def generate_folder(options: GenerateOptions) -> None:
     """Generate the images that the folder does not hold yet."""
     assert options.out is not None
     rank = current_rank()
@@ -37,18 +37,18 @@ def generate_folder(options: GenerateOptions, loading: dict[str, Any], request_o
         seed = _run_seed(options, saved["settings"], rank)
         spec = RunSpec(
             prompts=_seeded(options, seed),
-            repeats=options.images_per_prompt,
+            repeats=options.n,
             seed=seed,
             format=options.format,
             shard_size=options.shard_size,
             overlong=options.overlong,
-            compare=options.compare,
+            compare=options.is_compared,
         )
         for _ in spec.prompts:  # raises for a file without prompts, before the model is loaded
             break
-        workers = _make_workers(options, loading, request_options)
+        workers = _make_workers(options)
         try:
-            result = _draw(run, workers, spec, options, loading)
+            result = _draw(run, workers, spec, options)
         finally:
             workers.close()
         _report(run, options, spec, result)
@@ -59,19 +59,15 @@ def generate_folder(options: GenerateOptions, loading: dict[str, Any], request_o
 def _check_rank(rank: Rank, options: GenerateOptions) -> None:
     if rank.world == 1:
         return
-    for name, is_set in (
-        ("--workers", options.scale.workers),
-        ("--ray", options.scale.ray),
-        ("--force", options.force),
-    ):
-        if is_set:
+    for name, value in {"--workers": options.workers, "--ray": options.ray, "--force": options.force}.items():
+        if value:
             raise ConfigError(f"{name} cannot be combined with the {rank.world} ranks of this launcher; leave it out.")
 
 
 def _run_seed(options: GenerateOptions, saved: dict[str, Any], rank: Rank) -> int:
     """The seed of the run: the option, that of the run in the folder, or a random one."""
     if options.seed is not None:
-        last = options.seed + (0 if options.from_file else options.images_per_prompt - 1)
+        last = options.seed + (0 if options.prompts is not None else options.n - 1)
         if options.seed < 0 or last >= 2**62:
             raise ConfigError(f"seed {last} is not allowed; use whole numbers from 0 to 2**62 - 1.")
         return options.seed
@@ -85,23 +81,28 @@ def _run_seed(options: GenerateOptions, saved: dict[str, Any], rank: Rank) -> in
 
 def _seeded(options: GenerateOptions, seed: int) -> Iterable[PromptRow]:
     """The prompts; the images of a single prompt have the seeds of a call of the pipeline: seed, seed + 1, ..."""
-    return options.prompts if options.from_file else [replace(row, seed=seed) for row in options.prompts]
+    rows = options.prompt_rows()
+    return rows if options.prompts is not None else [replace(row, seed=seed) for row in rows]
 
 
-def _make_workers(options: GenerateOptions, loading: dict[str, Any], request_options: dict[str, Any]) -> Workers:
+def _make_workers(options: GenerateOptions) -> Workers:
     """Start whoever draws."""
-    scale = options.scale
+    loading = options.loading()
     worker_options = WorkerOptions(
-        pipeline=loading, request=request_options, slots=options.batch, compare=options.compare, quiet=options.quiet
+        pipeline=loading,
+        request=options.request(),
+        slots=options.batch,
+        compare=options.is_compared,
+        quiet=options.quiet,
     )
-    if scale.ray is not None:
+    if options.ray is not None:
         from underdraw.distributed.ray_data import RayActors
 
-        return RayActors(worker_options, scale.ray, scale.pool, scale.gpus_per_actor)
-    if scale.workers is not None:
+        return RayActors(worker_options, options.ray, options.pool, options.gpus_per_actor)
+    if options.workers is not None:
         from underdraw.distributed.local import Processes
 
-        return Processes(worker_options, scale.workers)
+        return Processes(worker_options, options.workers)
     from underdraw.distributed.local import ThisProcess
 
     device = loading["device"]
@@ -115,13 +116,12 @@ def _make_workers(options: GenerateOptions, loading: dict[str, Any], request_opt
     return ThisProcess(ImageWorker(pipe, worker_options))
 
 
-def _draw(
-    run: RunFolder, workers: Workers, spec: RunSpec, options: GenerateOptions, loading: dict[str, Any]
-) -> RunResult:
+def _draw(run: RunFolder, workers: Workers, spec: RunSpec, options: GenerateOptions) -> RunResult:
+    loading = options.loading()
     model = Path(loading["model"])
     portable = {**loading, "model": str(model.resolve()) if model.exists() else loading["model"]}
     del portable["device"], portable["compile"]  # images do not depend on them
-    with RunProgress(silent=options.silent, passes_per_token=1 + options.compare) as progress:
+    with RunProgress(silent=options.silent, passes_per_token=1 + options.is_compared) as progress:
         try:
             return draw_run(
                 run,
@@ -157,7 +157,7 @@ def _report(run: RunFolder, options: GenerateOptions, spec: RunSpec, result: Run
     counts += f", {result.failed} failed: see failed.jsonl; the same command tries them again" if result.failed else ""
     waiting = "" if result.is_complete else "; other ranks are still drawing"
     line = f"{options.out}: {counts}), {summary_line(record)}; seed {spec.seed}{waiting}"
-    print_result(line, record, as_json=options.json, quiet=options.quiet)
+    options.print(line, record)
 
 
 def _write_sheet(run: RunFolder, path: Path) -> None:

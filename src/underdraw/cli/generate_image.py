@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from underdraw.cli.progress import drafted_tokens, print_result, progress_bar
+from underdraw.cli.progress import drafted_tokens, progress_bar
 from underdraw.cli.records import (
     comparison_records,
     load_record,
@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 TRACE_KEYS = ("prompt", "seed", "model", "settings", "tokens_per_pass")
 
 
-def generate_image(
-    pipe: Pipeline, options: GenerateOptions, request_options: dict[str, Any], load_seconds: float
-) -> None:
+def generate_image(pipe: Pipeline, options: GenerateOptions, load_seconds: float) -> None:
     """Generate the image of `options` and write it, with the sheets and the trace that were asked for."""
     loading = load_record(pipe, load_seconds)
-    request = pipe.request(options.prompt, seed=options.seed, **request_options)
+    request = pipe.request(str(options.prompt), seed=options.seed, **options.request())
     path = options.image_path(request.seeds[0])
     output, steps = _generate(pipe, request, options, "skip" if options.heatmap is None else "keep")
     record: dict[str, Any] = {
@@ -53,7 +51,7 @@ def generate_image(
         "unknown_words": pipe.model.unknown_words(request.prompts),
     }
     plain = None
-    if options.compare:
+    if options.is_compared:
         plain, plain_steps = _generate(pipe.plain(), request, options, label="plain")
         record |= comparison_records(output, plain)[0] | {"plain_pass_ms": median_pass_ms(plain_steps)}
     _write_images(path, options, output, plain, record)
@@ -62,7 +60,7 @@ def generate_image(
 
         Trace.from_steps(steps, {key: record[key] for key in TRACE_KEYS}).save(options.trace)
     line = f"{path}: {summary_line(record)}; seed {record['seed']}"
-    print_result(line, record, as_json=options.json, quiet=options.quiet)
+    options.print(line, record)
 
 
 def _generate(

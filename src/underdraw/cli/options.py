@@ -1,163 +1,258 @@
-"""Options that several commands share, with their help texts, and the pipeline that they describe.
+"""Options that several commands share, in groups, and the pipeline that they describe.
 
-An option whose metavar is its own name in capitals spells that name out: typer 0.27 would take the one for the other.
+A group is a dataclass whose fields are options. A command takes groups as parameters; `grouped` shows typer their
+fields. An option whose metavar is its own name in capitals spells that name out: typer 0.27 would take the one for the
+other.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from underdraw.cli.outputs import check_file
+from underdraw.cli.progress import print_result
 from underdraw.ranges import check_guidance, check_sampling, check_seed
 from underdraw.registry import policies
 
 if TYPE_CHECKING:
+    from underdraw.models.family import Placement
     from underdraw.pipeline import Pipeline
 
 PROMPTS, PARTS, SAMPLING, OUTPUT = "Prompts", "Model and drafting", "Sampling", "Output"
+MEASURED = "Measurement"
+prompts_option = partial(typer.Option, rich_help_panel=PROMPTS)
+part_option = partial(typer.Option, rich_help_panel=PARTS)
+sampling_option = partial(typer.Option, rich_help_panel=SAMPLING)
+output_option = partial(typer.Option, rich_help_panel=OUTPUT)
+measured_option = partial(typer.Option, rich_help_panel=MEASURED)
+measured_model_option = partial(measured_option, "--model", "-m", metavar="MODEL")
 
 Model = Annotated[
     str,
-    typer.Option(
+    part_option(
         "--model",
         "-m",
         metavar="MODEL",
-        rich_help_panel=PARTS,
         help="tiny (comes with the package), a folder or file of weights, or OWNER/NAME on the Hugging Face hub.",
     ),
 ]
 Drafter = Annotated[
     str,
-    typer.Option(
+    part_option(
         "--drafter",
         metavar="DRAFTER",
-        rich_help_panel=PARTS,
         help="What drafts tokens: auto (what the model was saved with, else its own, else jacobi-tree), "
         "jacobi-tree, jacobi, neighbour, a drafter's folder, or OWNER/NAME on the Hugging Face hub.",
     ),
 ]
 Tree = Annotated[
     str,
-    typer.Option(
+    part_option(
         metavar="POLICY",
-        rich_help_panel=PARTS,
         help=f"The draft tree: auto, {', '.join(policies.names())}, with options behind a colon, e.g. "
         "adjacency:init=both,nodes=24. With none there is no speculation.",
     ),
 ]
 Verifier = Annotated[
     str,
-    typer.Option(
+    part_option(
         "--verifier",
         metavar="VERIFIER",
-        rich_help_panel=PARTS,
         help="Which drafted tokens are accepted: auto (what the model was saved with, or exact), exact (the same image "
         "as plain sampling), rejection (another image from the same distribution) or lantern (relaxed: another image).",
     ),
 ]
-Device = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", rich_help_panel=PARTS, help="auto, cpu, cuda or cuda:N.")
-]
+Device = Annotated[str, part_option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[
     str,
-    typer.Option(
-        metavar="TYPE",
-        rich_help_panel=PARTS,
-        help="auto (float32 on a CPU, bfloat16 on a GPU), float32, bfloat16 or float16.",
-    ),
+    part_option(metavar="TYPE", help="auto (float32 on a CPU, bfloat16 on a GPU), float32, bfloat16 or float16."),
 ]
 Numerics = Annotated[
     Literal["row-invariant", "fastest"],
-    typer.Option(
-        rich_help_panel=PARTS,
+    part_option(
         help="On a GPU: row-invariant gives the same image for the same seed with every tree and batch; fastest may "
         "round differently in other trees and batches.",
     ),
 ]
 Weights = Annotated[
     Literal["auto", "full", "int8", "fp8", "int4"],
-    typer.Option(
-        rich_help_panel=PARTS,
+    part_option(
         help="Quantise the decoder's matrices on load: int8 or fp8 (half of the memory), int4 (a quarter), or full. "
         "auto is what the model was saved with, else full. The image is another one than that of full weights.",
     ),
 ]
 Compile = Annotated[
     Literal["auto", "on", "capture", "off"],
-    typer.Option(
-        rich_help_panel=PARTS,
+    part_option(
         help="How passes run on a GPU: replayed as CUDA graphs (capture), with --numerics fastest compiled before that "
         "(on), or eagerly (off). auto is on.",
     ),
 ]
 Guidance = Annotated[
     float | None,
-    typer.Option(
+    sampling_option(
+        "--guidance",
         metavar="NUMBER",
-        rich_help_panel=SAMPLING,
         help="How strictly to follow the prompt; 1 turns guidance off. Without it, the model's default.",
     ),
 ]
 Temperature = Annotated[
-    float | None,
-    typer.Option(metavar="NUMBER", rich_help_panel=SAMPLING, help="0 is greedy. Without it, the model's default."),
+    float | None, sampling_option(metavar="NUMBER", help="0 is greedy. Without it, the model's default.")
 ]
 TopK = Annotated[
     int | None,
-    typer.Option(
+    sampling_option(
         "--top-k",
         metavar="COUNT",
-        rich_help_panel=SAMPLING,
         help="Draw from the COUNT most likely codes; 0 is off. Without it, the model's default.",
     ),
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(
+    sampling_option(
         "--top-p",
         metavar="SHARE",
-        rich_help_panel=SAMPLING,
         help="Draw from the most likely codes that make up SHARE; 1 is off. Without it, the model's default.",
     ),
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(
+    sampling_option(
         metavar="NUMBER",
-        rich_help_panel=SAMPLING,
         help="Seed of the first image; image i has seed + i. Images of prompts with an id have seeds that follow "
         "from it and this one. Without it, a random one, which is printed.",
     ),
 ]
-ResultFile = Annotated[
-    Path | None, typer.Option("--out", "-o", metavar="FILE", rich_help_panel=OUTPUT, help="The result file (JSON).")
-]
-ForceFile = Annotated[
-    bool, typer.Option("--force", "-f", rich_help_panel=OUTPUT, help="Replace the result file if it exists.")
-]
-Json = Annotated[
-    bool,
-    typer.Option("--json", rich_help_panel=OUTPUT, help="Print one JSON object as the last line and no progress."),
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="Print nothing but errors (and --json).")
-]
+PromptSeed = Annotated[int, measured_option(metavar="NUMBER", help="Prompt i has seed + i.")]
+Json = Annotated[bool, output_option("--json", help="Print one JSON object as the last line and no progress.")]
+Quiet = Annotated[bool, output_option("--quiet", "-q", help="Print nothing but errors (and --json).")]
 Data = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        envvar="UNDERDRAW_DATA",
-        rich_help_panel=PROMPTS,
-        help="The folder with the files of parti and coco.",
-    ),
+    prompts_option(metavar="FOLDER", envvar="UNDERDRAW_DATA", help="The folder with the files of parti and coco."),
 ]
 Overlong = Annotated[
-    Literal["refuse", "skip"],
-    typer.Option(rich_help_panel=PROMPTS, help="What to do with prompts that are too long for the model."),
+    Literal["refuse", "skip"], prompts_option(help="What to do with prompts that are too long for the model.")
 ]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A model and where it runs."""
+
+    model: Model = "tiny"
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """How passes run, and on which weights."""
+
+    compile: Compile = "auto"
+    numerics: Numerics = "row-invariant"
+    weights: Weights = "auto"
+
+    def place(self, device: str, dtype: str) -> Placement:
+        """Device, dtype and weight format of a model that was not saved with any."""
+        from underdraw.models.loading import resolve_placement
+
+        weights = "full" if self.weights == "auto" else self.weights
+        return dataclasses.replace(resolve_placement(device, dtype), weights=weights)
+
+
+@dataclass(frozen=True)
+class PipelineOptions(PassOptions, ModelOptions):
+    """All that `Pipeline.from_pretrained` takes on the command line."""
+
+    drafter: Drafter = "auto"
+    tree: Tree = "auto"
+    verifier: Verifier = "auto"
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What a command prints."""
+
+    json: Json = False
+    quiet: Quiet = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether to show no progress."""
+        return self.json or self.quiet
+
+    def print(self, line: str, record: dict[str, Any]) -> None:
+        """Print the last line of a command: its record as JSON, or the line for people."""
+        print_result(line, record, as_json=self.json, quiet=self.quiet)
+
+
+@dataclass(frozen=True)
+class ResultOptions(OutputOptions):
+    """The file that a measurement is written to, and what it prints."""
+
+    out: Annotated[Path | None, output_option("--out", "-o", metavar="FILE", help="The result file (JSON).")] = None
+    force: Annotated[bool, output_option("--force", "-f", help="Replace the result file if it exists.")] = False
+
+    def check(self) -> None:
+        """Raise if the file exists, or could not be written."""
+        if self.out is not None:
+            check_file(self.out, force=self.force)
+
+    def save(self, record: dict[str, Any]) -> None:
+        """Write the file; may be called again with more results."""
+        from underdraw.io import atomic_write_json
+
+        if self.out is not None:
+            atomic_write_json(self.out, record)
+
+    def print_tables(self, line: str, record: dict[str, Any]) -> None:
+        """Print the tables of a record, and then its last line."""
+        from underdraw.bench.records import record_sections
+        from underdraw.bench.report import print_table
+
+        for section in record_sections(record) if not self.silent else ():
+            if section.table is not None:
+                print_table(section.table)
+        self.print(line, record)
+
+
+def values_of(group: type[Any], options: Any) -> dict[str, Any]:
+    """The options of a group by name, of an object that has them among others."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(group)}
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command for typer whose parameters that are groups of options are replaced by the options themselves."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        annotations = get_type_hints(groups[name], include_extras=True)
+        for field in dataclasses.fields(groups[name]):
+            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            kind, annotation = parameter.KEYWORD_ONLY, annotations[field.name]
+            parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=annotation))
+
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+        command(**values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def check_sampling_options(
@@ -171,38 +266,19 @@ def check_sampling_options(
     )
 
 
-def load_pipeline(
-    model: str,
-    drafter: str,
-    tree: str,
-    verifier: str,
-    device: str,
-    dtype: str,
-    compile: Literal["auto", "on", "capture", "off"] = "auto",
-    numerics: Literal["row-invariant", "fastest"] = "row-invariant",
-    weights: Literal["auto", "full", "int8", "fp8", "int4"] = "auto",
-    *,
-    silent: bool,
-) -> tuple[Pipeline, float]:
-    """Load the pipeline; returns it with the seconds that took. torch is imported here, which is not counted."""
+def load_pipeline(*, silent: bool, **loading: Any) -> tuple[Pipeline, float]:
+    """Load a pipeline with the arguments of `from_pretrained`; returns it with the seconds that took.
+
+    torch is imported here, which is not counted.
+    """
     from rich.console import Console
 
     console = Console(stderr=True, quiet=silent)
-    with console.status(f"loading {model}"):
+    with console.status(f"loading {loading['model']}"):
         from underdraw.pipeline import Pipeline
 
         start = time.perf_counter()
-        pipe = Pipeline.from_pretrained(
-            model,
-            drafter=drafter,
-            tree=tree,
-            verifier=verifier,
-            device=device,
-            dtype=dtype,
-            compile=compile,
-            numerics=numerics,
-            weights=weights,
-        )
+        pipe = Pipeline.from_pretrained(**loading)
         seconds = time.perf_counter() - start
     if pipe.graphs is not None:
         pipe.graphs.report = console.print

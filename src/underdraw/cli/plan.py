@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from underdraw.cli import options
-from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,13 +29,13 @@ Model = Annotated[
     str, typer.Option("--model", "-m", metavar="MODEL", help="A model whose costs were measured, e.g. random:anole-7b.")
 ]
 Pictures = Annotated[float, typer.Option(metavar="COUNT", help="How many images to draw, e.g. 1e6.")]
-Gpus = Annotated[int, typer.Option(metavar="COUNT", help="How many GPUs draw, each with the whole model.")]
+Gpus = Annotated[int, typer.Option(min=1, metavar="COUNT", help="How many GPUs draw, each with the whole model.")]
 TokensPerPass = Annotated[
     float | None,
     typer.Option(metavar="NUMBER", help="As `underdraw generate` prints it for your model. Default: several."),
 ]
-Nodes = Annotated[int, typer.Option(metavar="COUNT", help="Nodes of a draft tree; plain decoding has none.")]
-Batch = Annotated[int, typer.Option(metavar="COUNT", help="How many images a GPU draws together.")]
+Nodes = Annotated[int, typer.Option(min=1, metavar="COUNT", help="Nodes of a draft tree; plain decoding has none.")]
+Batch = Annotated[int, typer.Option(min=1, metavar="COUNT", help="How many images a GPU draws together.")]
 Price = Annotated[
     float | None, typer.Option(metavar="NUMBER", help="Price of a GPU for an hour; then costs are shown, too.")
 ]
@@ -47,6 +46,7 @@ CostsFile = Annotated[
 
 
 @app.command(epilog=EXAMPLES)
+@options.grouped
 def plan(
     model: Model = "random:anole-7b",
     pictures: Pictures = 1e6,
@@ -56,12 +56,12 @@ def plan(
     batch: Batch = 1,
     price: Price = None,
     costs: CostsFile = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    *,
+    output: options.OutputOptions,
 ) -> None:
     """Estimate images per hour and the cost of a million, from measured times of passes and tokens per pass."""
-    if not pictures >= 1 or gpus < 1 or nodes < 1 or batch < 1:
-        raise ConfigError("--pictures, --gpus, --nodes and --batch must be at least 1.")
+    if not pictures >= 1:  # also refuses nan
+        raise ConfigError(f"--pictures {pictures:g} is not allowed; use at least 1.")
     if (tokens_per_pass is not None and not 1 <= tokens_per_pass <= nodes + 1) or (price is not None and price < 0):
         raise ConfigError(f"--tokens-per-pass must be from 1 to {nodes + 1}, and --price 0 or more.")
     from underdraw.bench.capacity import Workload, estimate, read_costs
@@ -76,7 +76,7 @@ def plan(
         "unmeasured": list(measured.unmeasured),
         "rows": [{**asdict(row), **_cost(row, price)} for row in rows],
     }  # fmt: skip
-    print_result("\n".join(_lines(record)), record, as_json=json, quiet=quiet)
+    output.print("\n".join(_lines(record)), record)
 
 
 def _cost(row: Capacity, price: float | None) -> dict[str, float]:

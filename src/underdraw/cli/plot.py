@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from underdraw.cli import options
-from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError
 
 EXAMPLES = """
@@ -24,9 +23,8 @@ Folder = Annotated[
 ]
 Page = Annotated[
     Path | None,
-    typer.Option(
+    options.output_option(
         metavar="FILE|FOLDER",
-        rich_help_panel=options.OUTPUT,
         help="A Markdown page, or a folder of pages: generate the blocks between <!-- results: PATH --> and "
         "<!-- end --> again from the results at PATH.",
     ),
@@ -34,7 +32,8 @@ Page = Annotated[
 
 
 @app.command(epilog=EXAMPLES)
-def plot(folder: Folder = None, page: Page = None, json: options.Json = False, quiet: options.Quiet = False) -> None:
+@options.grouped
+def plot(folder: Folder = None, page: Page = None, *, output: options.OutputOptions) -> None:
     """Draw the figures of a benchmark as PNG and SVG and write an HTML report, or update documentation pages."""
     if (folder is None) == (page is None):
         raise ConfigError("give either the folder of a benchmark or --page; see underdraw plot --help.")
@@ -44,7 +43,7 @@ def plot(folder: Folder = None, page: Page = None, json: options.Json = False, q
         pages = find_pages(page)
         changed = [path for path in pages if update_page(path)]
         record = {"page": str(page), "pages": [str(path) for path in pages], "changed": bool(changed)}
-        print_result(f"{page}: {len(changed)} of {len(pages)} pages changed", record, as_json=json, quiet=quiet)
+        output.print(f"{page}: {len(changed)} of {len(pages)} pages changed", record)
         return
     assert folder is not None
     if not folder.is_dir():
@@ -53,4 +52,4 @@ def plot(folder: Folder = None, page: Page = None, json: options.Json = False, q
 
     files = write_report(folder)
     record = {"run": str(folder), "files": [str(file) for file in files]}
-    print_result(f"{files[-1]}: {len(files) - 1} figures", record, as_json=json, quiet=quiet)
+    output.print(f"{files[-1]}: {len(files) - 1} figures", record)

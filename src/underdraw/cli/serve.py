@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -18,85 +20,59 @@ underdraw serve --model leloy/Anole-7b-v0.1-hf --device cuda --slots 16 --port 9
 
 UNDERDRAW_API_KEY=something-long underdraw serve --host 0.0.0.0 --queue 200 --timeout 120
 """
-ACCESS, LIMITS = "Access", "Limits"
+access_option = partial(typer.Option, rich_help_panel="Access")
+limit_option = partial(typer.Option, rich_help_panel="Limits")
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 Host = Annotated[
     str,
-    typer.Option(
+    access_option(
         "--host",
         metavar="ADDRESS",
-        rich_help_panel=ACCESS,
         help="Address to listen on; 0.0.0.0 lets other machines in, so set an API key with it.",
     ),
 ]
-Port = Annotated[
-    int, typer.Option("--port", metavar="NUMBER", rich_help_panel=ACCESS, help="Port to listen on; 0 takes a free one.")
-]
+Port = Annotated[int, access_option("--port", metavar="NUMBER", help="Port to listen on; 0 takes a free one.")]
 AllowedHost = Annotated[
     list[str] | None,
-    typer.Option(
+    access_option(
         "--allowed-host",
         metavar="NAME",
-        rich_help_panel=ACCESS,
         help="Another name that clients may call this server by, as a proxy passes it on; may be repeated.",
     ),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(
+    access_option(
         metavar="KEY",
         envvar="UNDERDRAW_API_KEY",
-        rich_help_panel=ACCESS,
         help="Clients must send this as a bearer token. The environment variable keeps it out of process lists.",
     ),
 ]
-Page = Annotated[
-    bool, typer.Option("--page/--no-page", rich_help_panel=ACCESS, help="Serve the page at /, or the API alone.")
-]
-Slots = Annotated[
-    int, typer.Option("--slots", metavar="COUNT", rich_help_panel=LIMITS, help="Images that are drawn at once.")
-]
-Queue = Annotated[
-    int,
-    typer.Option(
-        "--queue", metavar="COUNT", rich_help_panel=LIMITS, help="Images that may wait; further requests get 429."
-    ),
-]
+Page = Annotated[bool, access_option("--page/--no-page", help="Serve the page at /, or the API alone.")]
+Slots = Annotated[int, limit_option("--slots", metavar="COUNT", help="Images that are drawn at once.")]
+Queue = Annotated[int, limit_option("--queue", metavar="COUNT", help="Images that may wait; further requests get 429.")]
 Timeout = Annotated[
     float,
-    typer.Option(
-        metavar="SECONDS", rich_help_panel=LIMITS, help="Longest time of a request, waiting included; then it gets 504."
-    ),
+    limit_option(metavar="SECONDS", help="Longest time of a request, waiting included; then it gets 504."),
 ]
 WarmUp = Annotated[
     bool,
-    typer.Option(
+    limit_option(
         "--warm-up/--no-warm-up",
-        rich_help_panel=LIMITS,
         help="Run some passes before the server is ready, so that the first picture takes no longer than others.",
     ),
 ]
 LogPrompts = Annotated[
-    bool,
-    typer.Option("--log-prompts", rich_help_panel=options.OUTPUT, help="Write prompts into the log lines of requests."),
+    bool, options.output_option("--log-prompts", help="Write prompts into the log lines of requests.")
 ]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", rich_help_panel=options.OUTPUT, help="No log lines of requests, only failures.")
-]
+Quiet = Annotated[bool, options.output_option("--quiet", "-q", help="No log lines of requests, only failures.")]
 
 
 @app.command(epilog=EXAMPLES)
+@options.grouped
 def serve(
-    model: options.Model = "tiny",
-    drafter: options.Drafter = "auto",
-    tree: options.Tree = "auto",
-    verifier: options.Verifier = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    compile: options.Compile = "auto",
-    numerics: options.Numerics = "row-invariant",
-    weights: options.Weights = "auto",
+    loading: options.PipelineOptions,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     allowed_host: AllowedHost = None,
@@ -121,9 +97,7 @@ def serve(
         require_package(package, "serve", "underdraw serve")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("underdraw").setLevel(logging.WARNING if quiet else logging.INFO)
-    pipe, _ = options.load_pipeline(
-        model, drafter, tree, verifier, device, dtype, compile, numerics, weights, silent=quiet
-    )
+    pipe, _ = options.load_pipeline(**asdict(loading), silent=quiet)
     from underdraw.serving.server import serve as run_server
 
     def on_ready(address: str, warm_up_seconds: float | None) -> None:

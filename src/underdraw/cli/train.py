@@ -10,6 +10,7 @@ import math
 import shlex
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -99,6 +100,7 @@ EvaluateImages = Annotated[int, typer.Option(min=1, rich_help_panel=TRAINING, he
 
 
 @app.command(epilog="Example: underdraw train samples --prompts prompts.txt --count 2000 --batch 16 --out samples")
+@options.grouped
 def samples(
     out: Out,
     prompts: Prompts = None,
@@ -108,9 +110,8 @@ def samples(
     workers: Workers = 1,
     temperature: Temperature = None,
     seed: Seed = 0,
-    model: options.Model = "tiny",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
+    *,
+    placed: options.ModelOptions,
 ) -> None:
     """Sample images from a model, or encode image files, for a drafter to learn from.
 
@@ -132,17 +133,18 @@ def samples(
     if workers > 1:
         source = ["--images", str(images)] if prompts is None else ["--prompts", str(prompts), "--count", str(count)]
         heat = [word for value in temperature or () for word in ("--temperature", str(value))]
-        words = ["--out", out, "--batch", batch, "--seed", seed, "--model", model, "--device", device, "--dtype", dtype]
+        words = ["--out", out, "--batch", batch, "--seed", seed]
+        words += [word for name, value in asdict(placed).items() for word in (f"--{name}", value)]
         run_ranks(["train", "samples", *source, *map(str, words), *heat], min(workers, -(-count // batch)))
         written = Samples.load(out)
     elif images is not None:
         pairs = read_captioned_images(images)
-        target = load_target(model, device, dtype, local_rank())
+        target = load_target(placed.model, placed.device, placed.dtype, local_rank())
         written = encode_samples(target, pairs, out, batch=batch, rank=rank)
     else:
         texts = load_prompts(str(prompts))
         repeated = [texts[index % len(texts)] for index in range(count)]
-        target = load_target(model, device, dtype, local_rank())
+        target = load_target(placed.model, placed.device, placed.dtype, local_rank())
         written = generate_samples(
             target, repeated, out, batch=batch, seed=seed, temperatures=temperature or (), rank=rank
         )
@@ -151,6 +153,7 @@ def samples(
 
 
 @app.command(epilog="Example: underdraw train drafter --samples samples --out drafter --seconds 3600")
+@options.grouped
 def drafter(
     samples: SamplesFolder,
     out: Out,
@@ -173,9 +176,8 @@ def drafter(
     evaluate_images: EvaluateImages = 16,
     compile: Compile = "auto",
     seed: Seed = 0,
-    model: options.Model = "tiny",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
+    *,
+    placed: options.ModelOptions,
 ) -> None:
     """Train a drafter for a model on its samples. Many GPUs: `accelerate launch -m underdraw train drafter ...`."""
     check_training_options(
@@ -202,7 +204,7 @@ def drafter(
     processes = Processes()
     start_logging(is_main=processes.is_main)
     data = Samples.load(samples)
-    target = load_target(model, processes.device or device, dtype)
+    target = load_target(placed.model, processes.device or placed.device, placed.dtype)
     is_compiled = compile == "on" or (compile == "auto" and target.placement.device.type == "cuda")
     command = f"underdraw {shlex.join(sys.argv[1:])}"
     quality = train_drafter(

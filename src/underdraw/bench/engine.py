@@ -19,11 +19,10 @@ from torch import Tensor
 from underdraw.bench.environment import describe_machine
 from underdraw.bench.instrumentation import copy_bandwidth, device_ms
 from underdraw.bench.replay import ReplayPolicy, ReplayVerifier, Trace
-from underdraw.drafters.block import BlockDrafter
-from underdraw.drafters.eagle import Eagle
+from underdraw.calibration import Calibration
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi import Jacobi
-from underdraw.drafters.trained import build_net
+from underdraw.drafters.trained import build_net, make_drafter
 from underdraw.engine.autotune import FixedPlan
 from underdraw.engine.compile import compiled_layer_functions
 from underdraw.engine.cuda_graphs import CudaGraphPass, EagerPass, GraphCache, GraphRunner
@@ -185,7 +184,7 @@ class EngineBench:
         randomise(net)
         pack_weights(net)
         net.body.embedding, net.body.head = embedding, head
-        return (BlockDrafter if kind == "block" else Eagle)(net)  # type: ignore[arg-type]
+        return make_drafter(net, self.target, Calibration())
 
     def time_plain(self) -> dict[str, Any]:
         """Milliseconds per token of plain decoding over whole pictures, and the host's share of a pass."""

@@ -7,20 +7,18 @@ is, and depth is nearly free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from underdraw.calibration import Calibration
 from underdraw.drafters.eagle import DrafterKind, Eagle, EagleNet, EagleSession, above_tokens
 from underdraw.layout import Layout
 from underdraw.nn.row_invariant import Linear
 from underdraw.nn.target import apply_guidance
 from underdraw.nn.transformer import Arch
-from underdraw.protocols import DraftRequest, Guidance, PrefillOutput, Prompt
+from underdraw.protocols import DraftRequest, Guidance, PrefillOutput
 from underdraw.tree import ExpandFn, Frontier
 
 
@@ -48,29 +46,12 @@ class BlockNet(EagleNet):
         return nn.functional.silu(slots + tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockDrafter:
-    """A trained block drafter with the calibration of its scores."""
-
-    proposes: ClassVar[Literal["tree"]] = "tree"
-    kind: ClassVar[DrafterKind] = "block"
-
-    net: BlockNet
-    calibration: Calibration | None = Calibration()
-    image_offset: int | None = None
-
-    @torch.no_grad()
-    def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
-    ) -> BlockSession:
-        return BlockSession(self, layout, prefill, guidance)
-
-
 class BlockSession(EagleSession):
     """Runs the slots of all levels together with the pending tokens."""
 
-    def __init__(self, drafter: BlockDrafter, layout: Layout, prefill: PrefillOutput, guidance: Guidance) -> None:
-        super().__init__(Eagle(drafter.net, drafter.calibration, drafter.image_offset), layout, prefill, guidance)
+    def __init__(self, drafter: Eagle, layout: Layout, prefill: PrefillOutput, guidance: Guidance) -> None:
+        super().__init__(drafter, layout, prefill, guidance)
+        assert isinstance(drafter.net, BlockNet)
         self.block = drafter.net
         self.slot_outputs = torch.empty(0)  # (R, D, dim)
 
@@ -112,3 +93,11 @@ class BlockSession(EagleSession):
             return logits[:, here] + net.markov_out(mixed).float()
 
         return expand
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDrafter(Eagle):
+    """A trained block drafter."""
+
+    kind: ClassVar[DrafterKind] = "block"
+    session_type: ClassVar[type[EagleSession]] = BlockSession

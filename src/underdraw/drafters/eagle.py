@@ -55,28 +55,6 @@ class EagleNet(nn.Module):
         return torch.where((above >= 0)[..., None], self.body.embed(above.clamp(min=0)), self.missing).flatten(-2)
 
 
-@dataclass(frozen=True, slots=True)
-class Eagle:
-    """A trained head, the calibration of its scores, and the position of step 0 if it is not the prefix length."""
-
-    proposes: ClassVar[Literal["tree"]] = "tree"
-    kind: ClassVar[DrafterKind] = "eagle"
-
-    net: EagleNet
-    calibration: Calibration | None = Calibration()
-    image_offset: int | None = None
-
-    def adapt_prefill(self, prefill: PrefillOutput) -> PrefillOutput:
-        """The target's prefill in the form that this head was trained on."""
-        return prefill
-
-    @torch.no_grad()
-    def open(
-        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
-    ) -> EagleSession:
-        return EagleSession(self, layout, prefill, guidance)
-
-
 class EagleSession(NetworkDraftSession):
     """Position i of the KV cache holds the target's feature of token i together with token i + 1."""
 
@@ -128,6 +106,29 @@ class EagleSession(NetworkDraftSession):
         if self.eagle.missing is None:
             return None
         return self.eagle.embed_above(above_tokens(self.committed, self.layout, steps + 1, self.roots, self.copies))
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle:
+    """A trained head, the calibration of its scores, and the position of step 0 if it is not the prefix length."""
+
+    proposes: ClassVar[Literal["tree"]] = "tree"
+    kind: ClassVar[DrafterKind] = "eagle"
+    session_type: ClassVar[type[EagleSession]] = EagleSession
+
+    net: EagleNet
+    calibration: Calibration | None = Calibration()
+    image_offset: int | None = None
+
+    def adapt_prefill(self, prefill: PrefillOutput) -> PrefillOutput:
+        """The target's prefill in the form that this head was trained on."""
+        return prefill
+
+    @torch.no_grad()
+    def open(
+        self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
+    ) -> EagleSession:
+        return self.session_type(self, layout, prefill, guidance)
 
 
 def above_tokens(committed: Tensor, layout: Layout, steps: Tensor, roots: Tensor, copies: int) -> Tensor:

@@ -24,7 +24,6 @@ from underdraw.nn.weights import load_weights, save_weights
 
 FILE_KIND = "underdraw-drafter"
 SHARED_WEIGHTS = ("body.embedding.", "body.head.")  # the target's, not stored
-TrainedDrafter = Eagle | BlockDrafter
 
 
 def drafter_arch(target: Arch, *, layers: int, ffn: int, kv_heads: int | None = None) -> Arch:
@@ -39,6 +38,11 @@ def build_net(target: DecoderTarget, kind: DrafterKind, sizes: Mapping[str, Any]
     net = _outline(target, kind, sizes).to_empty(device="cpu")
     net.body.embedding, net.body.head = target.net.embedding, target.net.head
     return net
+
+
+def make_drafter(net: EagleNet, target: DecoderTarget, calibration: Calibration) -> Eagle:
+    """The drafter of a trained network."""
+    return (BlockDrafter if isinstance(net, BlockNet) else Eagle)(net, calibration, target.image_offset)
 
 
 def _outline(target: DecoderTarget, kind: DrafterKind, sizes: Mapping[str, Any]) -> EagleNet:
@@ -72,7 +76,7 @@ def target_fingerprint(target: DecoderTarget) -> dict[str, Any]:
 
 def save_drafter(
     folder: str | Path,
-    drafter: TrainedDrafter,
+    drafter: Eagle,
     target: DecoderTarget,
     sizes: Mapping[str, Any],
     progress: Mapping[str, Any],
@@ -91,7 +95,7 @@ def save_drafter(
     save_weights(folder, state, metadata, precision)
 
 
-def load_drafter(folder: str | Path, target: DecoderTarget) -> TrainedDrafter:
+def load_drafter(folder: str | Path, target: DecoderTarget) -> Eagle:
     """The drafter in a folder, on the target's device and in its dtype."""
     weights, metadata = load_weights(folder)
     if metadata.get("kind") != FILE_KIND:
@@ -118,6 +122,4 @@ def load_drafter(folder: str | Path, target: DecoderTarget) -> TrainedDrafter:
     weight = target.net.head.weight
     net = net.to(weight.device, weight.dtype).eval().requires_grad_(False)
     pack_weights(net)
-    if isinstance(net, BlockNet):
-        return BlockDrafter(net, calibration, target.image_offset)
-    return Eagle(net, calibration, target.image_offset)
+    return make_drafter(net, target, calibration)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from underdraw.calibration import Calibration
-from underdraw.drafters.block import BlockDrafter, BlockNet
+from underdraw.drafters.block import BlockNet
 from underdraw.drafters.eagle import Eagle, EagleNet
-from underdraw.drafters.trained import SHARED_WEIGHTS, build_net, save_drafter, target_fingerprint
+from underdraw.drafters.trained import SHARED_WEIGHTS, build_net, make_drafter, save_drafter, target_fingerprint
 from underdraw.errors import DivergedError, check_counts
 from underdraw.io import FolderLock, atomic_write_text
 from underdraw.models.family import LoadedModel
@@ -158,12 +158,9 @@ class DrafterTrainer(Trainer):
             to_input_major(net)
         return net
 
-    def drafter(self) -> Eagle | BlockDrafter:
+    def drafter(self) -> Eagle:
         """The drafter with EMA weights."""
-        net, offset = self._ema_net(), self.model.target.image_offset
-        if isinstance(net, BlockNet):
-            return BlockDrafter(net, self.calibration, offset)
-        return Eagle(net, self.calibration, offset)
+        return make_drafter(self._ema_net(), self.model.target, self.calibration)
 
     @torch.no_grad()
     def measure(self) -> DrafterQuality:

@@ -1,10 +1,11 @@
 """Images per second and latency of continuous batching: `python benchmarks/batching.py --model tiny -o FILE.json`.
 
-At every concurrency so many clients ask for an image, wait for it and ask for the next. The prompts are of all kinds of
-benchmarks/prompts_kinds.json, so images take different numbers of passes. Plain and speculative decoding; and, in the
-same run, all requests at once in static batches, whose images wait for the slowest one of their batch.
+At every concurrency so many clients ask for an image, wait for it and ask for the next, `--images` times. The prompts
+are of all kinds of benchmarks/prompts_kinds.json, so images take different numbers of passes. Plain and speculative
+decoding; and, in the same run, one image for each of the most clients: in static batches, whose images wait for the
+slowest one of their batch, and by continuous batching.
 
-`--render FILE ...` writes the tables of result files to docs/performance.md without measuring.
+`--render FILE ...` writes the tables of result files to docs/serving.md without measuring.
 
 `--model random:anole-7b` has random weights, which accept nothing: the accepted lengths of a recorded image are forced
 on them, and images are cut to `--rows` rows of cells. Then the result is a time and no picture.
@@ -29,18 +30,19 @@ from underdraw import Pipeline
 from underdraw.bench.environment import describe_machine
 from underdraw.bench.replay import Trace
 from underdraw.engine.scheduler import Scheduler
+from underdraw.engine.slot_batch import bucket_slots
 from underdraw.history import History
 from underdraw.io import atomic_write_json
 from underdraw.models.family import ImageSize, LoadedModel, Placement, SamplingDefaults
 from underdraw.models.loading import resolve_placement
 from underdraw.models.random_weights import model_shape, random_target
-from underdraw.protocols import Prompt
+from underdraw.protocols import Prompt, TreePolicy
 from underdraw.sampling import NoiseWindow
 from underdraw.tree import AcceptedPath, DraftTree, Proposal
 from underdraw.verifiers.exact import match_all_nodes
 
 ROOT = Path(__file__).parent
-PAGE = ROOT.parent / "docs" / "performance.md"
+PAGE = ROOT.parent / "docs" / "serving.md"
 BLOCK = re.compile(r"(<!-- batching -->\n).*?(<!-- /batching -->)", re.S)
 PREFIX = "random:"
 MAX_SLOTS = 64
@@ -137,7 +139,6 @@ def run_continuous(
     seconds = time.perf_counter() - started
     latencies = [image.queued_seconds + image.run_seconds for image in done]
     result = summary(latencies, seconds, [image.history for image in done])
-    policies = {type(batch._policy).__name__ for batch in scheduler._batches.values()}
     scheduler.cancel([image for batch in (scheduler._running.values(),) for image in batch])
     scheduler.step()
     return {
@@ -145,7 +146,7 @@ def run_continuous(
         "passes": passes,
         "pass_ms": round(1000 * pass_seconds / max(passes, 1), 3),
         "host_ms_between_passes": round(1000 * (step_seconds - pass_seconds) / max(passes, 1), 3),
-        "tree": sorted(policies),
+        "tree": describe_tree(pipe.tree_for_batch(bucket_slots(concurrency, MAX_SLOTS, is_captured=True))),
         "complete": len(done) == images,
     }
 
@@ -165,7 +166,13 @@ def run_static(pipe: Pipeline, batch: int, images: int, deadline: float) -> dict
         latencies += [time.perf_counter() - started] * len(new)
         histories += new
     seconds = time.perf_counter() - started
-    return {**summary(latencies, seconds, histories), "tree": [type(pipe.tree).__name__]}
+    return {**summary(latencies, seconds, histories), "tree": describe_tree(pipe.tree)}
+
+
+def describe_tree(policy: TreePolicy) -> str:
+    """The policy's name with its size, which tells how many tokens a pass may guess."""
+    sizes = {name: getattr(policy, name) for name in ("depth", "nodes") if hasattr(policy, name)}
+    return " ".join([type(policy).__name__.lower(), *(f"{name}={size}" for name, size in sizes.items())])
 
 
 def measure(pipe: Pipeline, args: argparse.Namespace, report: Any) -> list[dict[str, Any]]:
@@ -194,8 +201,9 @@ def measure(pipe: Pipeline, args: argparse.Namespace, report: Any) -> list[dict[
         scheduler = Scheduler(each, slots=min(most, MAX_SLOTS))
         if args.warmup:
             run_continuous(each, scheduler, most, most, deadline)
-        for concurrency in sorted(args.concurrency, reverse=True):
-            images = max(args.images * concurrency, 4) if args.images else concurrency
+        runs = [(most, most)] if args.images > 1 else []
+        runs += [(count, max(args.images * count, 4)) for count in sorted(args.concurrency, reverse=True)]
+        for concurrency, images in runs:
             row = run_continuous(each, scheduler, concurrency, images, deadline)
             add({"method": method, "batching": "continuous", "concurrency": concurrency, **row})
         scheduler.close()
@@ -215,17 +223,43 @@ def render(record: Mapping[str, Any]) -> str:
         f"{hardware}, {record['dtype']}, {record['numerics']} numerics, torch {machine['torch']}, "
         f"commit {(machine['commit'] or 'unknown')[:12]}.",
         "",
-        "| decoding | batching | requests at once | images/s | over static | latency p50 | p95 | tokens per pass |",
-        "|---|---|---|---|---|---|---|---|",
+        "| decoding | batching | clients | pictures | images/s | over static | latency p50 | p95 | tokens per pass |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         baseline = static.get((row["method"], row["concurrency"]))
         ratio = "" if baseline is None else f"{row['images_per_second'] / baseline:.2f}"
         lines.append(
-            f"| {row['method']} | {row['batching']} | {row['concurrency']} | {row['images_per_second']:.3g} | "
-            f"{ratio} | {row['latency_p50']:.2f} s | {row['latency_p95']:.2f} s | {row['tokens_per_pass']:.2f} |"
+            f"| {row['method']} | {row['batching']} | {row['concurrency']} | {row['images']} | "
+            f"{row['images_per_second']:.3g} | {ratio} | {row['latency_p50']:.2f} s | {row['latency_p95']:.2f} s | "
+            f"{row['tokens_per_pass']:.2f} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *findings(rows)])
+
+
+def findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the rows say: continuous against static batches, and drafts against plain decoding."""
+    most = max(row["concurrency"] for row in rows)
+    once = {  # one image for each of the most clients
+        (row["method"], row["batching"] == "continuous"): row["images_per_second"]
+        for row in rows
+        if row["images"] == row["concurrency"] == most
+    }
+    ratios = [
+        f"{once[method, True] / speed:.2f} ({method})" for (method, is_continuous), speed in once.items()
+        if not is_continuous and (method, True) in once
+    ]  # fmt: skip
+    continuous = {(row["method"], row["concurrency"]): row for row in rows if row["batching"] == "continuous"}
+    gains = []
+    for (method, clients), plain in sorted(continuous.items(), key=lambda item: item[0][1]):
+        drafted = continuous.get(("speculative", clients))
+        if method == "plain" and drafted is not None:
+            speed, latency = (drafted[key] / plain[key] for key in ("images_per_second", "latency_p50"))
+            gains.append(f"{clients}: {speed:.2f} and {latency:.2f}")
+    return [
+        f"- {most} requests at once, images/s over those of static batches: {', '.join(ratios)}.",
+        f"- Drafts over plain decoding, images/s and median latency by clients: {'; '.join(gains)}.",
+    ]
 
 
 def write_tables(page: Path, records: Sequence[Mapping[str, Any]]) -> None:

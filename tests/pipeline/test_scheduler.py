@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from underdraw import Pipeline
+from underdraw.distributed.planned_images import WorkerOptions
+from underdraw.distributed.worker import ImageWorker
+from underdraw.engine import autotune
 from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 from underdraw.engine.scheduler import ScheduledImage, Scheduler
+from underdraw.engine.window_costs import WindowCosts
 from underdraw.errors import ConfigError
 from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.models.family import ImageSize
 from underdraw.plan import TreePlan
+from underdraw.registry import policies
 from underdraw.request import GenerationRequest
 
 
@@ -118,6 +124,38 @@ def test_threads_may_add_and_cancel_while_one_steps(pipe: Pipeline) -> None:
             assert image.history.tokens.tolist() == tokens_alone(pipe, image.request)[0]
 
 
+def test_newcomers_do_not_starve_running_images(pipe: Pipeline) -> None:
+    """However many wait for free slots, few are prefilled between two passes, and those that run go on."""
+    scheduler = Scheduler(pipe, slots=24)
+    running = set(scheduler.add(pipe.request("fox", seed=0, num_images_per_prompt=2)))
+    scheduler.step()
+    newcomers = scheduler.add(pipe.request("ghost", seed=2, num_images_per_prompt=20))
+    for expected in (8, 16, 20):
+        ran = {image for image, _ in scheduler.step().results}
+        assert running <= ran and ran - running == set(newcomers[:expected])
+    drain(scheduler)
+    assert newcomers[19].history.tokens.tolist() == tokens_alone(pipe, newcomers[19].request)[0]
+
+
+def test_windows_shrink_by_the_cost_curve_as_the_batch_grows(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the passes of a scheduler, and for `generate --prompts`, which draws as many at once as it has slots."""
+    costs = WindowCosts(((1, 10.0), (8, 11.0), (16, 12.0), (32, 20.0), (64, 40.0)))
+    monkeypatch.setattr(autotune, "load_or_measure_windows", lambda workload: costs)
+    pipe = Pipeline.from_pretrained(small_model, drafter="jacobi")
+    nodes = []
+    for images in (1, 2, 4, 8):
+        scheduler = Scheduler(pipe, slots=8)
+        scheduler.add(pipe.request("fox", seed=1, num_images_per_prompt=images))
+        (plan,) = {result.plan for _, result in scheduler.step().results}
+        nodes.append(plan.nodes)
+    assert nodes == sorted(nodes, reverse=True) and len(set(nodes)) >= 3, nodes
+    worker = ImageWorker(pipe, WorkerOptions({}, {}, slots=8))
+    tree = policies.build(worker.describe().tree)
+    assert tree.plan(History(pipe.model.make_layout(pipe.model.sizes[0])), 0).nodes == nodes[-1]
+
+
 def test_closing_cancels_and_refuses(pipe: Pipeline) -> None:
     scheduler = Scheduler(pipe, slots=1)
     images = scheduler.add(pipe.request("fox", num_images_per_prompt=2))
@@ -148,16 +186,20 @@ def test_partial_images_show_the_cells_drawn_so_far(pipe: Pipeline) -> None:
     assert np.array_equal(is_grey, ~drawn.repeat(size, 0).repeat(size, 1)) and 0 < is_grey.sum() < is_grey.size
 
 
-def test_calls_with_many_images_draw_them_in_turns(pipe: Pipeline) -> None:
+def test_calls_with_many_images_draw_them_in_turns(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """The images are those of one batch, whatever the number of slots is; callbacks see every pass."""
     prompts = ["red fox", "ghost", "a blue render", "purple background", "fox"]
     expected = pipe(prompts, seed=7, output_type="codes")
+    counts: list[int] = []
+    original = Scheduler.step
+    monkeypatch.setattr(Scheduler, "step", lambda self: (original(self), counts.append(self.running))[0])
     pipe.max_batch, calls = 2, []
     out = pipe(prompts, seed=7, callback_on_step_end=lambda *call: calls.append(call[3]))
     assert out.complete and out.seeds == expected.seeds and out.prompts == prompts
     drawn = [history.tokens.tolist() for history in out.histories]
     assert drawn == [history.tokens.tolist() for history in expected.histories]
     assert len(calls) == sum(history.passes for history in out.histories)
+    assert max(counts) == 2 and counts.count(2) > counts.count(1), "a free slot is filled at once"
     for details in calls:
         assert details["history"] is out.histories[details["step"].sequence]
 

@@ -65,7 +65,8 @@ class ImageWorker:
     def _try_pass(self) -> None:
         """Draw a little of an image, so that parts that do not fit together are not taken for a prompt that fails."""
         (image,) = self._fast.add(self._base)
-        self._fast.step()
+        while not image.is_done and not image.history.passes:  # an image that crashes a pass is tried once more
+            self._fast.step()
         self._fast.cancel([image])
         self._fast.step()
         if image.error is not None:
@@ -80,14 +81,14 @@ class ImageWorker:
         return cls(pipe, options)
 
     def describe(self) -> ModelInfo:
-        """The model, for records. `auto` is resolved for a single image, so that the batch size changes nothing."""
+        """The model, for records. `auto` is resolved for as many images as are drawn at once."""
         layout = self.pipe.model.make_layout(self._base.size)
         return ModelInfo(
             name=self.pipe.model.name,
             revision=model_revision(self.pipe),
             settings=self._settings,
             versions={"underdraw": __version__, "torch": torch.__version__},
-            tree=policies.describe(self.pipe.tree),
+            tree=policies.describe(self.pipe.tree_for_batch(self.slots)),
             tokens=layout.stop - layout.start - 1,
         )
 

@@ -53,7 +53,11 @@ def test_shape_dependent_rounding_is_detected_and_equal_shapes_agree() -> None:
     target = ShapeDependentTarget(toy_models.target().net)
     shapes = measure_agreement(target, toy_models.PLAIN, toy_models.prompts(4), 2.0, make_graphs)["shapes"]
     assert shapes["one node"]["tokens_equal"] < 1 and shapes["one node"]["pictures_equal"] < 1
-    assert shapes["the same shapes"]["tokens_equal"] == shapes["the same shapes"]["pictures_equal"] == 1
+    assert (
+        shapes["the shapes of tree passes"]["tokens_equal"]
+        == shapes["the shapes of tree passes"]["pictures_equal"]
+        == 1
+    )
 
 
 def subject(target: DecoderTarget) -> Subject:

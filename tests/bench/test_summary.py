@@ -139,13 +139,6 @@ def test_maps_by_hand(tmp_path: Path) -> None:
     assert maps["mean"]["depth"] == maps["first"]["depth"] == [[0, 4], [4, 4], [3, 0]]
 
 
-def test_older_cells_with_the_column_tree_are_read(tmp_path: Path) -> None:
-    """pass_index was called tree."""
-    folder = make_folder(tmp_path, [make_row("tree", 0)], make_cells("tree"))
-    (maps,) = compute_maps(ResultFolder.read(folder.path))
-    assert maps["lengths"] == [1, 0, 1]
-
-
 def test_comparison_at_equal_depth_interpolates() -> None:
     def entry(name: str, depth: float, tau: float, speedup: float) -> dict[str, Any]:
         return {"method": name, "temperature": 1.0, "depth": depth, "tau": tau, "speedup": {"median": speedup}}

@@ -114,7 +114,7 @@ def measure_agreement(
     result: dict[str, Any] = {
         "kind": "agreement", "pictures": len(prompts), "nodes": NODES, "temperature": temperature, "shapes": {}
     }  # fmt: skip
-    for min_nodes, name in ((1, "one node"), (NODES, "the same shapes")):
+    for min_nodes, name in ((1, "one node"), (NODES, "the shapes of tree passes")):
         graphs, forced, identical = make_graphs(min_nodes), ForcedPicture(layout, device), 0
 
         def draw(

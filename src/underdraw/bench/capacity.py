@@ -11,9 +11,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from underdraw.errors import ConfigError, unknown
 from underdraw.io import read_json_object
@@ -51,10 +52,8 @@ class ModelCosts:
 
 def _interpolate(curve: Mapping[int, float], position: float) -> float:
     """The value of a measured curve, on a line between its points."""
-    for low, high in pairwise(sorted(curve)):
-        if position <= high:
-            return curve[low] + max(0.0, position - low) / (high - low) * (curve[high] - curve[low])
-    return curve[max(curve)]
+    sizes = sorted(curve)
+    return float(np.interp(position, sizes, [curve[size] for size in sizes]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from underdraw.bench.presets import PLAIN
-from underdraw.bench.sections import Record, Section, Table, hardware_label, percent
+from underdraw.bench.sections import Record, Section, Table, machine_label
 
 LABELS = {
     "plain": "plain background",
@@ -33,10 +33,7 @@ def kinds_sections(summary: Record, *, caption: bool = True) -> list[Section]:
         pictures = shown[0]["kinds"]["all"]["pictures"]
         text = f"Model {settings['model']}, temperature {temperature:g}, {pictures} pictures"
         if machine:
-            text += (
-                f"; {settings['dtype']}, guidance {settings['guidance']:g}, {hardware_label(machine)}, "
-                f"torch {machine['torch']}, commit {str(machine['commit'])[:12]}"
-            )
+            text += f"; {settings['dtype']}, guidance {settings['guidance']:g}, {machine_label(machine)}"
         sections.append(Section(text=f"{text}.", table=_table(shown), note=NOTE if caption else ""))
     return sections
 
@@ -57,14 +54,6 @@ def _cell(values: Mapping[str, Any], *, is_plain: bool) -> str:
     if is_plain or speedup is None:
         return f"{values['tau']:.2f}"
     return f"{values['tau']:.2f}, **{speedup['median']:.2f}x** ({speedup['p10']:.2f} to {speedup['p90']:.2f})"
-
-
-def compare_methods(summary: Record, method: str, baseline: str) -> dict[str, str]:
-    """How many percent more tokens per pass a method has than another one, by kind, at the highest temperature."""
-    temperature = max(entry["temperature"] for entry in summary["entries"])
-    by_name = {e["method"]: e["kinds"] for e in summary["entries"] if e["temperature"] == temperature}
-    ours, theirs = by_name[method], by_name[baseline]
-    return {kind: percent(ours[kind]["tau"] / theirs[kind]["tau"] - 1, 1) for kind in ours}
 
 
 def replay_sections(record: Record) -> list[Section]:

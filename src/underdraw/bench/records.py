@@ -9,43 +9,30 @@ from typing import Any
 
 from underdraw.bench.kinds import replay_sections
 from underdraw.bench.presets import PLAIN
-from underdraw.bench.sections import Record, Section, Table, describe_settings, figure_sections, percent
+from underdraw.bench.sections import Cell, Record, Section, Table, describe_settings, figure_sections, percent
 from underdraw.errors import ConfigError
-from underdraw.io import read_json
+from underdraw.io import read_json, read_json_object
 
 
 def record_sections(record: Record) -> list[Section]:
     """The sections of one result."""
-    return RENDERERS[record_kind(record)](record)
-
-
-def record_kind(record: Record) -> str:
-    """The kind of a result, also of files from before engine results had one."""
-    kind = record.get("kind") or ("agreement" if "shapes" in record else "engine" if "floor_ms" in record else "")
-    if kind not in RENDERERS:
-        raise ConfigError(f"a result has the unknown kind {kind!r}; allowed: {', '.join(RENDERERS)}.")
-    return str(kind)
+    return RENDERERS[record["kind"]](record)
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """A result file, checked to be one."""
-    record = read_json(path, "a result")
-    if not isinstance(record, dict):
-        raise ConfigError(f"{path} is not a result: it holds no JSON object.")
-    try:
-        record_kind(record)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    record = read_json_object(path, "a result")
+    if record.get("kind") not in RENDERERS:
+        raise ConfigError(f"{path} has the unknown kind {record.get('kind')!r}; allowed: {', '.join(RENDERERS)}.")
     return record
 
 
 def engine_records(folder: Path) -> list[dict[str, Any]]:
     """The engine and agreement results of a folder, agreement last."""
     records = [read_json(path, "a result") for path in sorted(folder.glob("*.json"))]
-    records = [
-        record for record in records if isinstance(record, dict) and ("floor_ms" in record or "shapes" in record)
-    ]
-    return sorted(records, key=lambda record: record_kind(record) == "agreement")
+    kinds = ("engine", "agreement")
+    records = [record for record in records if isinstance(record, dict) and record.get("kind") in kinds]
+    return sorted(records, key=lambda record: kinds.index(record["kind"]))
 
 
 def engine_folder_sections(folder: Path) -> list[Section]:
@@ -67,7 +54,7 @@ def engine_rows(record: Record) -> Iterator[tuple[str, str]]:
     yield "bandwidth bound of a pass", f"{record['floor_ms']:.2f} ms"
     for name, times in record.get("variants_ms", {}).items():
         text = times.get("error") or ", ".join(f"{spent:.2f} ms" for spent in times.values())
-        yield f"pass over 1 and 64 nodes, {_current_name(name)}", text
+        yield f"pass over 1 and 64 nodes, {name}", text
     if plain is not None:
         yield "plain decoding, per token", f"{plain['ms_per_token']:.2f} ms, {plain['over_floor']:.2f} x the bound"
         yield "first picture, with compilation and capture", f"{plain['first_picture_seconds']:.1f} s"
@@ -85,17 +72,8 @@ def engine_rows(record: Record) -> Iterator[tuple[str, str]]:
         yield f"transformers {other['version']} ({other['class']})", f"{other['ms_per_token']:.2f} ms per token{ratio}"
     for replay in record.get("replays", []):
         name = f"replayed, drafter {replay['drafter']}, {replay['tokens_per_pass']:.2f} tokens/pass (forced)"
-        yield (
-            name,
-            f"{replay['ms_per_token']:.2f} ms per token, {replay['over_plain']:.2f} x the speed of plain decoding",
-        )
-
-
-def _current_name(text: str) -> str:
-    """Attention backends had other names in older results."""
-    for older, current in (("fused", "sdpa"), ("products", "matmul"), ("split", "tree")):
-        text = text.replace(older, current)
-    return text
+        speed = f"{replay['over_plain']:.2f} x the speed of plain decoding"
+        yield name, f"{replay['ms_per_token']:.2f} ms per token, {speed}"
 
 
 def _engine(record: Record) -> list[Section]:
@@ -103,7 +81,7 @@ def _engine(record: Record) -> list[Section]:
     text = (
         f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}, commit {machine['commit']}; "
         f"guidance {record['guidance']}, temperature {record['temperature']}, top-k {record['top_k']}, "
-        f"{record['tokens']} tokens, compiled: {record['compiled']}, attention: {_current_name(record['attention'])}."
+        f"{record['tokens']} tokens, compiled: {record['compiled']}, attention: {record['attention']}."
     )
     rows = [list(row) for row in engine_rows(record)]
     notes = dict.fromkeys(replay["note"] for replay in record.get("replays", []))
@@ -111,9 +89,9 @@ def _engine(record: Record) -> list[Section]:
     note = " ".join(f"Replayed: {note}." for note in notes)
     sections = [Section(heading, text, Table(("measured", "value"), rows), note)]
     for size, kernels in record.get("profiles", {}).items():
-        rows = [[f"`{kernel['kernel']}`", f"{kernel['count']:.0f}", f"{kernel['ms']:.3f}"] for kernel in kernels]
-        if rows:
-            sections.append(Section(table=Table((f"kernel of a pass over {size} nodes", "launches", "ms"), rows)))
+        columns = {f"kernel of a pass over {size} nodes": "`{kernel}`", "launches": "{count:.0f}", "ms": "{ms:.3f}"}
+        if kernels:
+            sections.append(Section(table=Table.of(kernels, columns)))
     return sections
 
 
@@ -123,13 +101,14 @@ def _agreement(record: Record) -> list[Section]:
         f"Drafter jacobi (chains of {record['nodes']} nodes). {machine['device']}, torch {machine['torch']}, commit "
         f"{machine['commit']}; guidance {record['guidance']}, temperature {record['temperature']}."
     )
-    rows = [
-        [SHAPE_NAMES.get(name, name), percent(shares["tokens_equal"], 2), percent(shares["pictures_equal"])]
-        for name, shares in record["shapes"].items()
-    ]
-    columns = ("plain passes run over", "equal tokens, forced context", "identical images, end to end")
+    columns: dict[str, Cell] = {
+        "plain passes run over": "{name}",
+        "equal tokens, forced context": lambda shares: percent(shares["tokens_equal"], 2),
+        "identical images, end to end": lambda shares: percent(shares["pictures_equal"]),
+    }
+    rows = [{"name": name, **shares} for name, shares in record["shapes"].items()]
     heading = f"Agreement of plain and tree passes: {record['model']}, {record['dtype']}, {record['pictures']} images"
-    return [Section(heading, text, Table(columns, rows))]
+    return [Section(heading, text, Table.of(rows, columns))]
 
 
 def _matrix_table(rows: Sequence[Record]) -> Table:
@@ -169,25 +148,19 @@ def _matrix(record: Record) -> list[Section]:
     note = f"Identical images, {'; '.join(by_temperature)}. Tokens before the first difference: {equal} of {tokens}."
     heading = f"Tokens of plain decoding: {record['model']}"
     sections = [Section(heading, text, _matrix_table(measured), note)]
-    qualities = record.get("quality", {})
-    if qualities:
-        quality_columns = ("dtype", "images", "equal greedy choices", "KL, nats per token", "identical images")
-        rows = [
-            [
-                dtype,
-                str(q["pictures"]),
-                percent(q["greedy_equal"], 2),
-                f"{q['kl_nats']:.5f}",
-                str(q["pictures_identical"]),
-            ]
-            for dtype, q in qualities.items()
-        ]
+    if record.get("quality"):
+        columns: dict[str, Cell] = {
+            "dtype": "{dtype}",
+            "images": "{pictures}",
+            "equal greedy choices": lambda row: percent(row["greedy_equal"], 2),
+            "KL, nats per token": "{kl_nats:.5f}",
+            "identical images": "{pictures_identical}",
+        }
+        rows = [{"dtype": dtype, **quality} for dtype, quality in record["quality"].items()]
         text = f"{record['weights']} weights against full ones, along the images that full weights draw."
-        sections.append(Section(text=text, table=Table(quality_columns, rows)))
+        sections.append(Section(text=text, table=Table.of(rows, columns)))
     return sections
 
-
-SHAPE_NAMES = {"the same shapes": "the shapes of tree passes"}  # keys of agreement results
 
 # --------------------------------------------------------------------------------------------------- statistics
 
@@ -202,12 +175,14 @@ def _statistics(record: Record) -> list[Section]:
     )
     sections = [Section(text=text)]
     if record["loss"]:
-        rows = [
-            [split, str(loss["pictures"]), f"{loss['loss']:.3f}", f"{loss['without_caption']:.3f}"]
-            for split, loss in record["loss"].items()
-        ]
-        columns = ("subjects", "pictures", "loss, nats per code", "without the caption")
-        sections.append(Section(table=Table(columns, rows)))
+        columns = {
+            "subjects": "{split}",
+            "pictures": "{pictures}",
+            "loss, nats per code": "{loss:.3f}",
+            "without the caption": "{without_caption:.3f}",
+        }
+        losses = [{"split": split, **loss} for split, loss in record["loss"].items()]
+        sections.append(Section(table=Table.of(losses, columns)))
     rows = [row for entry in record["entries"] for row in _correlations(entry)]
     titles = ("T", "entropy, nats per code", "top-1 probability", "tokens/pass", "correlation of", *NEIGHBOURS)
     sections.append(Section(table=Table(titles, rows)))
@@ -288,11 +263,14 @@ def _targets(record: Record) -> list[Section]:
         f"{record['prompts']} prompts, {record['repeats']} turns, against plain {PLAIN} in the same turn. "
         f"{describe_settings(record['settings'], record['machine'])}"
     )
-    rows = [
-        [check["temperature"], check["what"], check["wanted"], check["measured"], "yes" if check["reached"] else "no"]
-        for check in record["checks"]
-    ]
-    return [Section(text=text, table=Table(("T", "target", "wanted", "measured", "reached"), rows))]
+    columns: dict[str, Cell] = {
+        "T": "{temperature}",
+        "target": "{what}",
+        "wanted": "{wanted}",
+        "measured": "{measured}",
+        "reached": lambda check: "yes" if check["reached"] else "no",
+    }
+    return [Section(text=text, table=Table.of(record["checks"], columns))]
 
 
 def _variety(record: Record) -> list[Section]:
@@ -300,13 +278,14 @@ def _variety(record: Record) -> list[Section]:
         f"{record['seeds']} seeds of each prompt at temperature {record['temperature']:g}. "
         f"{describe_settings(record['settings'], record['machine'])}"
     )
-    columns = ("kind", "prompts", "equal codes between seeds", "entropy, nats per code", "top-1 probability")
-    rows = [
-        [entry["name"], str(entry["prompts"]), percent(entry["equal_codes"]), f"{entry['entropy']:.2f}",
-         percent(entry["top1"])]
-        for entry in record["kinds"]
-    ]  # fmt: skip
-    return [Section(text=text, table=Table(columns, rows))]
+    columns: dict[str, Cell] = {
+        "kind": "{name}",
+        "prompts": "{prompts}",
+        "equal codes between seeds": lambda entry: percent(entry["equal_codes"]),
+        "entropy, nats per code": "{entropy:.2f}",
+        "top-1 probability": lambda entry: percent(entry["top1"]),
+    }
+    return [Section(text=text, table=Table.of(record["kinds"], columns))]
 
 
 def _colours(record: Record) -> list[Section]:

@@ -15,7 +15,6 @@ from underdraw.errors import ConfigError
 from underdraw.io import JsonlStore, atomic_write_json, is_leftover, read_json, remove_unfinished
 
 RUN, ROWS, CELLS = "run.json", "rows.jsonl", "cells.jsonl"
-RENAMED_COLUMNS = {"tree": "pass_index"}  # of cells.jsonl: name in older runs -> name now
 
 
 class PictureKey(NamedTuple):
@@ -109,10 +108,8 @@ class ResultFolder:
         ):
             raise ConfigError(f"{path} is not a benchmark's; choose a new folder, or use --force to start again.")
         self.rows = {PictureKey.from_row(row): row for row in self._row_store.resume()}
-        self.cells = {
-            PictureKey.from_row(line): {RENAMED_COLUMNS.get(name, name): value for name, value in line.items()}
-            for line in self._cell_store.resume(keep=lambda line: PictureKey.from_row(line) in self.rows)
-        }
+        cells = self._cell_store.resume(keep=lambda line: PictureKey.from_row(line) in self.rows)
+        self.cells = {PictureKey.from_row(line): line for line in cells}
 
 
 def _without_description(method: Mapping[str, str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ A result is the folder of a benchmark, a JSON file with a `kind`, or a folder of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from underdraw.bench.summary import SUMMARY, drafter_label
 from underdraw.io import read_json
 
 Record = Mapping[str, Any]
+Cell = str | Callable[[Any], str]  # a format of an entry's fields, such as "{tau:.2f}", or a function of the entry
 FIGURES = "figures"  # folder of a result's figures
 
 
@@ -26,6 +27,15 @@ class Table:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+    @classmethod
+    def of(cls, entries: Iterable[Record], columns: Mapping[str, Cell]) -> Table:
+        """One row per entry; `columns` has the cells by title."""
+        cells = columns.values()
+        return cls(
+            list(columns),
+            [[cell.format_map(entry) if isinstance(cell, str) else cell(entry) for cell in cells] for entry in entries],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +81,16 @@ def hardware_label(machine: Record | None) -> str:
     return f"{machine['processor']}, {machine['threads']} threads"
 
 
+def machine_label(machine: Record | None) -> str:
+    """Hardware, torch version and commit."""
+    facts = machine or {}
+    return f"{hardware_label(machine)}, torch {facts.get('torch')}, commit {str(facts.get('commit'))[:12]}"
+
+
 def describe_settings(settings: Record, machine: Record | None) -> str:
     """The drafter, dtype, guidance, hardware, torch version and commit in one sentence."""
-    facts = machine or {}
     drafter = Path(str(settings.get("drafter"))).name
-    return (
-        f"Drafter {drafter}, {settings['dtype']}, guidance {settings['guidance']:g}, on "
-        f"{hardware_label(machine)}, torch {facts.get('torch')}, commit {str(facts.get('commit'))[:12]}."
-    )
+    return f"Drafter {drafter}, {settings['dtype']}, guidance {settings['guidance']:g}, on {machine_label(machine)}."
 
 
 def portable_settings(settings: Record) -> dict[str, Any]:
@@ -106,9 +118,9 @@ def run_sections(folder: Path, summary: Record, question: str = "") -> list[Sect
     sections += figure_sections(folder)
     if summary["cost_model"]:
         sections.append(Section("Cost model", "Predicted over measured time:", cost_table(summary)))
-    columns = ("name", "tree", "verifier", "drafter", "proposal", "about")
-    methods = [[method[column] for column in columns] for method in summary["methods"].values()]
-    sections.append(Section("Methods", table=Table(columns, methods), only_in_report=True))
+    columns = {name: f"{{{name}}}" for name in ("name", "tree", "verifier", "drafter", "proposal", "about")}
+    methods = Table.of(summary["methods"].values(), columns)
+    sections.append(Section("Methods", table=methods, only_in_report=True))
     values = [[key, str(value)] for key, value in {**settings, **(machine or {})}.items()]
     sections.append(Section("Settings and machine", table=Table(("setting", "value"), values), only_in_report=True))
     return sections
@@ -122,31 +134,23 @@ def figure_sections(folder: Path) -> list[Section]:
 
 def main_table(summary: Record) -> Table:
     """One row per method and temperature."""
-    columns = (
-        "method", "drafter", "T", "prompts", "speed-up", "tokens/pass", "depth", "nodes", "drafting", "s/image",
-        "memory", "equal codes", "identical images", "MMD (p)",
-    )  # fmt: skip
-    return Table(columns, [_main_row(summary, entry) for entry in summary["entries"]])
-
-
-def _main_row(summary: Record, entry: Record) -> list[str]:
-    test = entry["against_plain"]
-    return [
-        entry["method"],
-        drafter_label(summary, entry["method"]),
-        f"{entry['temperature']:g}",
-        str(entry["prompts"]),
-        speedup_label(entry),
-        f"{entry['tau']:.2f}",
-        f"{entry['depth']:.2f}",
-        f"{entry['nodes']:.1f}",
-        "-" if entry["method"] == PLAIN else percent(entry["draft_share"]),
-        f"{entry['seconds']['median']:.3g}",
-        f"{entry['memory'] / 1e9:.2f} GB",
-        percent(entry["equal_codes"], 1),
-        entry["equal_images"],
-        "-" if test is None else f"{test['mmd']:.4f} ({test['p']:.3g})",
-    ]
+    columns: dict[str, Cell] = {
+        "method": "{method}",
+        "drafter": lambda entry: drafter_label(summary, entry["method"]),
+        "T": "{temperature:g}",
+        "prompts": "{prompts}",
+        "speed-up": speedup_label,
+        "tokens/pass": "{tau:.2f}",
+        "depth": "{depth:.2f}",
+        "nodes": "{nodes:.1f}",
+        "drafting": lambda entry: "-" if entry["method"] == PLAIN else percent(entry["draft_share"]),
+        "s/image": "{seconds[median]:.3g}",
+        "memory": lambda entry: f"{entry['memory'] / 1e9:.2f} GB",
+        "equal codes": lambda entry: percent(entry["equal_codes"], 1),
+        "identical images": "{equal_images}",
+        "MMD (p)": lambda entry: "{mmd:.4f} ({p:.3g})".format_map(test) if (test := entry["against_plain"]) else "-",
+    }
+    return Table.of(summary["entries"], columns)
 
 
 def speedup_label(entry: Record) -> str:
@@ -160,19 +164,15 @@ def cost_table(summary: Record) -> Table:
     def ratio(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}"
 
-    columns = ("method", "drafter", "T", "measured s", "by costs measured apart", "by costs fitted to other prompts")
-    rows = [
-        [
-            check["method"],
-            drafter_label(summary, check["method"]),
-            f"{check['temperature']:g}",
-            f"{check['measured']:.3g}",
-            ratio(check["by_costs"]),
-            ratio(check["by_fit"]),
-        ]
-        for check in summary["cost_model"]
-    ]
-    return Table(columns, rows)
+    columns: dict[str, Cell] = {
+        "method": "{method}",
+        "drafter": lambda check: drafter_label(summary, check["method"]),
+        "T": "{temperature:g}",
+        "measured s": "{measured:.3g}",
+        "by costs measured apart": lambda check: ratio(check["by_costs"]),
+        "by costs fitted to other prompts": lambda check: ratio(check["by_fit"]),
+    }
+    return Table.of(summary["cost_model"], columns)
 
 
 def compare_at_equal_depth(summary: Record) -> list[str]:
@@ -201,10 +201,18 @@ def compare_at_equal_depth(summary: Record) -> list[str]:
 
 def index_sections(results: Path) -> list[Section]:
     """The fastest exact method of every run below a folder at its highest temperature."""
-    columns = (
-        "experiment", "hardware", "dtype", "prompts", "T", "fastest exact method", "drafter", "speed-up", "tokens/pass",
-        "identical images",
-    )  # fmt: skip
+    columns: dict[str, Cell] = {
+        "experiment": "[{preset}](experiments/{preset}.md)",
+        "hardware": "{hardware}",
+        "dtype": "{dtype}",
+        "prompts": "{prompts}",
+        "T": "{temperature:g}",
+        "fastest exact method": "{method}",
+        "drafter": "{drafter}",
+        "speed-up": speedup_label,
+        "tokens/pass": "{tau:.2f}",
+        "identical images": "{equal_images}",
+    }
     rows = []
     order = {name: index for index, name in enumerate(PRESETS)}
     paths = results.glob(f"*/*/{SUMMARY}")
@@ -212,22 +220,8 @@ def index_sections(results: Path) -> list[Section]:
         summary = read_json(path, "the summary of a benchmark")
         entries = [entry for entry in summary["entries"] if entry["method"] != PLAIN and entry["speedup"]]
         entries = [entry for entry in entries if summary["methods"][entry["method"]]["verifier"] == "exact"]
-        temperature = max(entry["temperature"] for entry in entries)
-        entries = [entry for entry in entries if entry["temperature"] == temperature]
-        best = max(entries, key=lambda entry: float(entry["speedup"]["median"]))
-        preset = path.parent.parent.name
-        rows.append(
-            [
-                f"[{preset}](experiments/{preset}.md)",
-                hardware_label(summary["machine"]),
-                summary["settings"]["dtype"],
-                str(best["prompts"]),
-                f"{temperature:g}",
-                best["method"],
-                drafter_label(summary, best["method"]),
-                speedup_label(best),
-                f"{best['tau']:.2f}",
-                best["equal_images"],
-            ]
-        )
-    return [Section(table=Table(columns, rows))]
+        best = max(entries, key=lambda entry: (entry["temperature"], entry["speedup"]["median"]))
+        facts = {"preset": path.parent.parent.name, "dtype": summary["settings"]["dtype"]}
+        facts |= {"hardware": hardware_label(summary["machine"]), "drafter": drafter_label(summary, best["method"])}
+        rows.append({**best, **facts})
+    return [Section(table=Table.of(rows, columns))]

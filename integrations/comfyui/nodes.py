@@ -10,6 +10,7 @@ import torch
 from comfy_api.latest import ComfyExtension, io
 
 from underdraw import Pipeline
+from underdraw.errors import ConfigError
 from underdraw.history import History
 from underdraw.images import apply_colormap
 
@@ -84,6 +85,10 @@ class Draw(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Pipeline, prompt: str, seed: int, images: int, preview_every: int, **options: Any) -> Any:
+        if not isinstance(model, Pipeline):
+            raise ConfigError("connect the model of a Load Model (underdraw) node to the input model.")
+        if type(preview_every) is not int or preview_every < 0:
+            raise ConfigError(f"preview_every {preview_every!r} must be a whole number of passes; 0 shows no previews.")
         request = model.request(prompt, num_images_per_prompt=images, seed=seed, **_request_options(**options))
         layout = model.model.make_layout(request.size)
         progress = Progress(images * (layout.stop - layout.start - 1), preview_every)
@@ -97,15 +102,19 @@ class Draw(io.ComfyNode):
 def _request_options(
     negative_prompt: str, width: int, height: int, guidance: float, temperature: float, top_k: int, top_p: float
 ) -> dict[str, Any]:
-    """The arguments of `Pipeline.request`; None is the model's default."""
+    """The arguments of `Pipeline.request`, which checks them; None is the model's default."""
+    values = {
+        "negative_prompt": (negative_prompt, ""),
+        "width": (width, 0),
+        "height": (height, 0),
+        "guidance_scale": (guidance, DEFAULT),
+        "temperature": (temperature, DEFAULT),
+        "top_k": (top_k, DEFAULT),
+        "top_p": (top_p, DEFAULT),
+    }
     return {
-        "negative_prompt": negative_prompt or None,
-        "width": width or None,
-        "height": height or None,
-        "guidance_scale": None if guidance == DEFAULT else guidance,
-        "temperature": None if temperature == DEFAULT else temperature,
-        "top_k": None if top_k == DEFAULT else top_k,
-        "top_p": None if top_p == DEFAULT else top_p,
+        name: None if type(value) in (int, float, str) and value == default else value
+        for name, (value, default) in values.items()
     }
 
 

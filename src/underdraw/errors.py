@@ -5,11 +5,22 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MAX_MESSAGE = 1200  # characters of an error
+
+
+def one_line(text: str) -> str:
+    """A message without line breaks, and without its middle if it is long: it may repeat what a damaged file says."""
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 :]}"
+
 
 class UnderdrawError(Exception):
     """Base class; the message is one sentence for the user."""
 
     exit_code = 2  # of the command that it ends
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 class ConfigError(UnderdrawError, ValueError):

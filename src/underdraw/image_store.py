@@ -12,8 +12,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from underdraw.errors import ConfigError
-from underdraw.io import MAX_JSON_BYTES, FolderLock, JsonlStore, atomic_write, check_regular, open_regular, parse_json
-from underdraw.shards import Format, StoredImage, find_shards, read_shard, shard_name, write_shard
+from underdraw.io import (
+    MAX_JSON_BYTES,
+    FolderLock,
+    JsonlStore,
+    atomic_write,
+    check_regular,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_json,
+)
+from underdraw.shards import Format, StoredImage, check_row, find_shards, read_shard, shard_name, write_shard
 
 METADATA_FILE = "metadata.jsonl"
 OLD_METADATA_FILE = "manifest.jsonl"  # of version 0.1
@@ -101,7 +111,7 @@ class ImageFiles:
 
     def images(self) -> Iterator[StoredImage]:
         for _, row in complete_rows(self.folder / METADATA_FILE):
-            yield StoredImage((self.folder / row["file_name"]).read_bytes(), row)
+            yield StoredImage(read_bytes(self.folder / row["file_name"], "an image"), row)
 
     def delete(self) -> None:
         for path in [*self.folder.glob("metadata*.jsonl"), *self.folder.glob(OLD_METADATA_FILE)]:
@@ -124,20 +134,19 @@ class Shards:
         self._finished = {int(path.stem.removeprefix("shard-")) for path in find_shards(self.folder)}
         self._waiting = set()
         for folder in (self.folder / UNFINISHED_FOLDER).glob("*"):
+            if not folder.is_dir() or not folder.name.isdecimal():  # not ours
+                continue
             if int(folder.name) in self._finished:  # stopped while the files were removed
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
-            self._waiting |= {int(path.stem) for path in folder.iterdir() if path.suffix in (".json", ".failed")}
+            self._waiting |= {int(path.stem) for path in _waiting_files(folder) if _is_whole(path)}
             self._write_if_complete(int(folder.name))
 
     def has(self, index: int) -> bool:
         return index // self._layout.shard_size in self._finished or index in self._waiting
 
     def add(self, image: StoredImage) -> None:
-        folder = self._unfinished(image.index // self._layout.shard_size)
-        for suffix, content in (("png", image.png), ("json", json.dumps(image.row, ensure_ascii=False).encode())):
-            with atomic_write(folder / f"{image.index:09d}.{suffix}") as file:  # the row last: then it counts
-                file.write(content)
+        _write_waiting(self._unfinished(image.index // self._layout.shard_size), image)
         self._waiting.add(image.index)
         self._write_if_complete(image.index // self._layout.shard_size)
 
@@ -153,8 +162,7 @@ class Shards:
         folder, path = self._unfinished(number), self._shard(number)
         if path.exists():
             for image in read_shard(path):
-                (folder / f"{image.index:09d}.png").write_bytes(image.png)
-                (folder / f"{image.index:09d}.json").write_text(json.dumps(image.row, ensure_ascii=False))
+                _write_waiting(folder, image)
             for other in failed:
                 if other // self._layout.shard_size == number:
                     (folder / f"{other:09d}.failed").touch()
@@ -188,23 +196,51 @@ class Shards:
     def _write_if_complete(self, number: int) -> None:
         """Write a shard if nothing is missing. Ranks share the folder: the one that adds the last image writes it."""
         folder, size = self._unfinished(number), self._layout.shard_size
-        done = [path for path in folder.iterdir() if path.suffix in (".json", ".failed")]
-        if len(done) < min(size, self._layout.images - number * size):
+        count = min(size, self._layout.images - number * size)
+        if len(_waiting_files(folder)) < count:
             return
-        try:
-            with FolderLock(folder, "a shard"):
-                images = map(_read_waiting, sorted(folder.glob("*.json")))
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(FolderLock(folder, "a shard"))
+                files = _waiting_files(folder)
+            except ConfigError:  # another rank is writing it
+                files = []
+            if len(files) >= count:  # or else another rank has just written it
+                images = map(_read_waiting, [path for path in files if path.suffix == ".json"])
                 write_shard(self._shard(number), images, self._layout.columns or {})
                 shutil.rmtree(folder, ignore_errors=True)
-        except ConfigError:  # another rank is writing it
-            pass
         self._finished.add(number)
         self._waiting = {index for index in self._waiting if index // size != number}
 
 
+def _write_waiting(folder: Path, image: StoredImage) -> None:
+    """Store an image of an unfinished shard."""
+    for suffix, content in (("png", image.png), ("json", json.dumps(image.row, ensure_ascii=False).encode())):
+        with atomic_write(folder / f"{image.index:09d}.{suffix}") as file:  # the row last: then it counts
+            file.write(content)
+
+
+def _waiting_files(folder: Path) -> list[Path]:
+    """The rows of an unfinished shard and the marks of images that failed, by index."""
+    return sorted(path for path in folder.iterdir() if path.suffix in (".json", ".failed") and path.stem.isdecimal())
+
+
 def _read_waiting(path: Path) -> StoredImage:
     """An image of an unfinished shard, by the path of its row."""
-    return StoredImage(path.with_suffix(".png").read_bytes(), json.loads(path.read_bytes()))
+    row = read_json(path, "the row of an image")
+    check_row(row)
+    return StoredImage(read_bytes(path.with_suffix(".png"), "an image"), row)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether an image of an unfinished shard can be read; a damaged one is removed, so that it is drawn again."""
+    try:
+        if path.suffix == ".json":
+            _read_waiting(path)
+    except (ValueError, KeyError):  # a ConfigError is a ValueError
+        path.unlink()
+        return False
+    return True
 
 
 def complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -229,12 +265,9 @@ def complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def validate_row(row: Mapping[str, Any]) -> None:
     """Raise ValueError or KeyError unless the row names its image's file and has the statistics of its passes."""
-    index = row["index"]
-    if type(index) is not int or index < 0 or row["file_name"] != image_name(index):
-        raise ValueError("a row needs a whole number as index, and the name of the file that belongs to it")
-    numbers = [row[key] for key in ("passes", "tokens", "mean_depth", "mean_nodes")]
-    if not isinstance(row["prompt"], str) or not all(type(number) in (int, float) for number in numbers):
-        raise ValueError("a row needs a prompt and numbers of passes and tokens")
+    check_row(row)
+    if row["file_name"] != image_name(row["index"]):
+        raise ValueError("a row needs the name of the file that belongs to it")
 
 
 def image_name(index: int) -> str:

@@ -10,14 +10,15 @@ import io
 import json
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal
 
-from underdraw.errors import ConfigError
+from underdraw.errors import ConfigError, UnderdrawError, first_line
 from underdraw.extras import require_package
-from underdraw.io import atomic_write
+from underdraw.io import MAX_JSON_BYTES, atomic_write, check_regular, parse_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -52,8 +53,32 @@ def shard_name(number: int, shard_format: Format) -> str:
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """The shards of a folder in the order of their numbers."""
-    return sorted(path for suffix in SUFFIXES.values() for path in folder.glob(f"shard-*{suffix}"))
+    """The shards of a folder in the order of their numbers; files of other names are not ours."""
+    paths = (path for suffix in SUFFIXES.values() for path in folder.glob(f"shard-*{suffix}"))
+    return sorted(path for path in paths if path.stem.removeprefix("shard-").isdecimal())
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn whatever is wrong with a shard into one sentence; tar and Arrow raise errors of many classes."""
+    check_regular(path, "a shard of images")
+    try:
+        yield
+    except UnderdrawError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{path} is damaged ({first_line(error)}); delete it and run its command again.") from None
+
+
+def check_row(row: Any) -> None:
+    """Raise a ValueError or KeyError unless a row describes an image: its index, prompt and statistics of passes."""
+    if not isinstance(row, dict) or type(row["index"]) is not int or row["index"] < 0:
+        raise ValueError("a row needs a whole number as index")
+    numbers = [row[key] for key in ("passes", "tokens", "mean_depth", "mean_nodes")]
+    if not isinstance(row["prompt"], str) or not all(type(number) in (int, float) for number in numbers):
+        raise ValueError("a row needs a prompt and numbers of passes and tokens")
+    if type(row.get("identical", True)) is not bool:
+        raise ValueError("a row says whether its image is identical, or nothing")
 
 
 def write_shard(path: Path, images: Iterable[StoredImage], columns: Mapping[str, str]) -> None:
@@ -67,10 +92,10 @@ def write_shard(path: Path, images: Iterable[StoredImage], columns: Mapping[str,
 
 def read_shard(path: Path) -> Iterator[StoredImage]:
     """The images of a shard, one after another."""
-    try:
-        yield from _read_tar(path) if path.suffix == ".tar" else _read_parquet(path)
-    except (OSError, tarfile.TarError, ValueError, KeyError, TypeError) as error:  # Arrow's errors are ValueErrors
-        raise ConfigError(f"{path} is damaged ({error}); delete it and run its command again.") from None
+    with _reading(path):
+        for image in _read_tar(path) if path.suffix == ".tar" else _read_parquet(path):
+            check_row(image.row)
+            yield image
 
 
 def _write_tar(file: BinaryIO, images: Iterable[StoredImage]) -> None:
@@ -88,11 +113,18 @@ def _read_tar(path: Path) -> Iterator[StoredImage]:
     with tarfile.open(path, mode="r|") as archive:  # a stream: members in order, nothing is kept
         png = b""
         for member in archive:
-            content = archive.extractfile(member)
+            content = _open_member(archive, member)
             if content is not None and member.name.endswith(".png"):
                 png = content.read()
             elif content is not None and member.name.endswith(".json"):
-                yield StoredImage(png, json.loads(content.read()))
+                yield StoredImage(png, parse_json(content.read()))
+
+
+def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:
+    """The content of a file in a tar file; a sparse one may claim to be larger than any disk."""
+    if member.size > MAX_JSON_BYTES:
+        raise ValueError(f"{member.name} has {member.size} bytes")
+    return archive.extractfile(member)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +140,13 @@ class ShardImage:
 
     def read(self) -> bytes:
         """The bytes of its PNG."""
-        if self.path.suffix != ".tar":
-            png: bytes = _png_column(self.path, self.start // ROW_GROUP)[self.start % ROW_GROUP]
-            return png
-        with open(self.path, "rb") as file:
-            file.seek(self.start)
-            return file.read(self.size)
+        with _reading(self.path):
+            if self.path.suffix != ".tar":
+                png: bytes = _png_column(self.path, self.start // ROW_GROUP)[self.start % ROW_GROUP]
+                return png
+            with open(self.path, "rb") as file:
+                file.seek(self.start)
+                return file.read(self.size)
 
 
 ImageSource = Path | ShardImage
@@ -136,21 +169,21 @@ def _png_column(path: Path, group: int) -> list[bytes]:
 
 def list_shard(path: Path) -> Iterator[tuple[dict[str, Any], ShardImage]]:
     """Rows of a shard and where their images are; the images themselves are not read."""
-    try:
-        yield from _list_tar(path) if path.suffix == ".tar" else _list_parquet(path)
-    except (OSError, tarfile.TarError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}); delete it and run its command again.") from None
+    with _reading(path):
+        for row, image in _list_tar(path) if path.suffix == ".tar" else _list_parquet(path):
+            check_row(row)
+            yield row, image
 
 
 def _list_tar(path: Path) -> Iterator[tuple[dict[str, Any], ShardImage]]:
     with tarfile.open(path, mode="r:") as archive:  # skips over the images
         image = ShardImage(path, 0, 0)
         for member in archive:
-            content = archive.extractfile(member)
+            content = _open_member(archive, member)
             if member.name.endswith(".png"):
                 image = ShardImage(path, member.offset_data, member.size)
             elif content is not None and member.name.endswith(".json"):
-                yield json.loads(content.read()), image
+                yield parse_json(content.read()), image
 
 
 def _list_parquet(path: Path) -> Iterator[tuple[dict[str, Any], ShardImage]]:
@@ -244,12 +277,12 @@ def _parquet_rows(path: Path, *, with_images: bool) -> Iterator[dict[str, Any]]:
     """The rows as they were before `_parquet_row`."""
     parquet = require_package("pyarrow.parquet", "formats", f"reading {path}")
     with parquet.ParquetFile(path) as file:
-        columns = json.loads(file.schema_arrow.metadata[b"underdraw"])
+        columns = parse_json(file.schema_arrow.metadata[b"underdraw"])
         as_json = {*NESTED, *(name for name, kind in columns.items() if kind == "json")}
         names = [name for name in file.schema_arrow.names if with_images or name != "image"]
         for batch in file.iter_batches(batch_size=ROW_GROUP, columns=names):
             for row in batch.to_pylist():
-                extra = json.loads(row.pop(EXTRA_COLUMN) or "{}")
+                extra = parse_json(row.pop(EXTRA_COLUMN) or "{}")
                 values = {key: value for key, value in row.items() if value is not None}
-                values |= {key: json.loads(values[key]) for key in as_json & values.keys()}
+                values |= {key: parse_json(values[key]) for key in as_json & values.keys()}
                 yield {**values, **extra}

@@ -2,128 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
-import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_checkpoint
 
 from torture.checks import bounded_memory, run_cases, run_hostile, snapshot
+from torture.grammar import COMMANDS, NEWER, Grammar, make_line
 from torture.mutations import SEED, case_random
+from underdraw.metrics.networks import WEIGHTS
 
 CASES, CI_CASES = 420, 30
-NUMBERS = (
-    "nan", "inf", "-inf", "-1", "0", "1", "2", "0.5", "1e39", "1e308", "1e400", "-0.0", "1e-9", "99999999999999999999",
-    "4611686018427387903", "4611686018427387904", "1000000000000", "0x10", "1_0", "٣", "", "abc", "1,5", " 1", "True",
-)  # fmt: skip
-PATHS = (
-    "", ".", "..", "/dev/null", "/dev/full", "/dev/zero", "/dev/stdin", "/proc/self/environ", "~nosuchuser/x", "loop",
-    "fifo", "fifo.txt", "dangling.png", "folder", "photo.png", "photo.jpg", "notes.txt", "prompts.txt", "notes.txt/x",
-    "no/such/folder/x.png", "x.png", "x.jpg", "x.json", "new", "new/", "folder/x.png", "n" * 300, "n" * 300 + ".png",
-    "ü" * 130 + ".png", "a b\n.png", "\udcff.png", "-", "--", "*", "a\u2028b.png", "run", "run/00000.png", "model",
-    "binary.txt", "deep.json", "huge.txt", "prompts.tsv",
-)  # fmt: skip
-SPECS = (
-    "", ":", "auto", "none", "chain", "chain:depth=0", "chain:depth=-1", "chain:depth=1e9", "chain:depth=999999999",
-    "adjacency:init=both,nodes=12", "adjacency:beta=nan", "adjacency:nodes=", "confidence:top_k=0", "cost:node=nan",
-    "cost:plain=inf", "static:shape=deep.json", "static:shape=fifo", "static:shape=prompts.txt", "static", "trunk",
-    "trunk:nodes=2", "trunk:base=inf", "lantern:k=0", "lantern:k=99999999", "lantern", "rejection", "exact", "jacobi",
-    "jacobi-tree", "jacobi:window=0", "neighbour", "forced", "model/drafter", "model/decoder", "owner/na me", "💥",
-    "a" * 999,
-)  # fmt: skip
-WORDS = (
-    "fox",
-    "red fox",
-    "",
-    " ",
-    "\n",
-    "fox " * 50,
-    "\0x"[1:],
-    "\udcff",
-    "💥" * 30,
-    "--",
-    "-x",
-    "a\u2028b",
-    "x" * 5000,
-)
-DEVICES = ("cpu", "auto", "cuda:99", "cuda:-1", "meta", "gpu", "", "mps", "cpu:0", "cpu:7")
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "float64", "")
-MODELS = (
-    "model",
-    "model/decoder",
-    "model/config.json",
-    "",
-    "/dev/null",
-    "fifo",
-    "loop",
-    "nowhere",
-    "~nosuchuser/m",
-    "..",
-)
-SAMPLING = {
-    "--seed": NUMBERS, "--guidance": NUMBERS, "--temperature": NUMBERS, "--top-k": NUMBERS, "--top-p": NUMBERS,
-}  # fmt: skip
-PARTS = {
-    "--tree": SPECS,
-    "--verifier": SPECS,
-    "--drafter": SPECS,
-    "--device": DEVICES,
-    "--dtype": DTYPES,
-    "--model": MODELS,
-}
-COMMANDS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
-    "generate": (
-        ("fox", "-m", "model", "--tree", "none"),
-        {
-            **SAMPLING, **PARTS, "-o": PATHS, "--heatmap": PATHS, "--trace": PATHS, "--compare-image": PATHS,
-            "--height": NUMBERS, "--width": NUMBERS, "--negative": WORDS, "--n": ("1", "2", "0", "-3", "1000000000"),
-            "--sheet": PATHS, "--batch": NUMBERS,
-        },
-    ),
-    "generate --prompts": (
-        ("-m", "model", "--tree", "none", "--limit", "2"),
-        {
-            **SAMPLING, **PARTS, "--prompts": PATHS, "-o": PATHS, "--sheet": PATHS, "--limit": NUMBERS,
-            "--batch": NUMBERS, "--data": PATHS,
-        },
-    ),
-    "bench": (
-        ("-m", "model", "--limit", "1", "--tree", "chain:depth=2", "--seed", "1"),
-        {
-            **SAMPLING, **PARTS, "--prompts": PATHS, "--out": PATHS, "--repeats": ("0", "-1", "abc", "1000000000000"),
-            "--proposal": ("auto", "topk", "x", ""), "--preset": ("nope", ""), "--overlong": ("skip", "x"),
-        },
-    ),
-    "train samples": (
-        ("-m", "model", "--batch", "2", "--count", "2"),
-        {
-            "--prompts": PATHS, "--images": PATHS, "--out": PATHS, "--seed": NUMBERS, "--temperature": NUMBERS,
-            "--count": ("0", "-1", "abc", "1000000000", "inf", "2"), "--batch": ("0", "-1", "abc", "99999999999", "1"),
-            "--device": DEVICES, "--dtype": DTYPES, "--model": MODELS,
-        },
-    ),
-    "train drafter": (
-        ("-m", "model", "--pause", "0.02", "--held-out", "1", "--batch", "1"),
-        {
-            "--samples": PATHS, "--out": PATHS, "--seconds": NUMBERS, "--learning-rate": NUMBERS,
-            "--report-every": NUMBERS,
-            "--layers": ("0", "-1", "abc", "1000000000", "1"), "--depth": ("0", "-1", "100000", "2"),
-            "--ffn": ("-1", "1000000000", "8"), "--kv-heads": ("-1", "3", "100000000"), "--seed": NUMBERS,
-            "--kind": ("eagle", "block", "x"), "--held-out": ("0", "-5", "99999", "1"), "--device": DEVICES,
-        },
-    ),
-    "evaluate": ((), {"FOLDER": PATHS, "--against": PATHS, "--metrics": ("exact", "test", "fid", "x", "", ",")}),
-    "evaluate statistics": (
-        ("-m", "model", "--limit", "1", "--temperature", "0"),
-        {**PARTS, "--prompts": PATHS, "--out": PATHS, "--temperature": NUMBERS, "--seed": NUMBERS, "--limit": NUMBERS},
-    ),
-    "models inspect": ((), {"PATH": (*PATHS, *MODELS)}),
-    "models": ((), {"MODEL": MODELS, "--words": ("",), "--jsno": ("",)}),
-    "plot": ((), {"FOLDER": PATHS, "--page": PATHS}),
-}  # fmt: skip
-REQUIRED = {"--prompts": "prompts.txt", "--out": "new", "--samples": "samples", "FOLDER": "run", "PATH": "model"}
-FLAGS = ("--force", "--json", "--quiet", "--compare", "--words", "--nope", "-h")
+NEWER_CASES, NEWER_CI_CASES = 440, 22
 
 
 @pytest.fixture(scope="module")
@@ -152,25 +46,51 @@ def prepare(here: Path, model: Path) -> None:
     (here / "run" / "00000.png").write_text("precious")
 
 
-def make_line(rng: random.Random, command: str) -> list[str]:
-    """A command with two to four options of its grammar."""
-    base, grammar = COMMANDS[command]
-    words = [*command.removesuffix(" --prompts").split(), *base]
-    options = dict.fromkeys(rng.sample(sorted(grammar), min(len(grammar), rng.randint(2, 4))))
-    options |= {name: None for name in grammar if name in REQUIRED and name not in options and rng.random() < 0.8}
-    for name in options:
-        value = rng.choice(grammar[name]) if rng.random() < 0.8 else REQUIRED.get(name, rng.choice(grammar[name]))
-        words += [value] if name.isupper() else [name, value]
-    if rng.random() < 0.3:
-        words.append(rng.choice(FLAGS))
-    return [word for word in words if "\0" not in word]
+@pytest.fixture(scope="module")
+def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of each format, one that is cut off, and prompt files of every kind, good and bad."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path_factory.mktemp("runs")
+    rows: list[dict[str, Any]] = [{"id": "a", "prompt": "a red fox"}, {"id": "b", "prompt": "fox"}]
+    write_prompts(folder, rows)
+    parquet.write_table(
+        pyarrow.Table.from_pylist([{**row, "size": {"w": [1]}} for row in rows]), folder / "rows.parquet"
+    )
+    base = ("generate", "-m", model, "--tree", "none", "--seed", 1, "--quiet", "--prompts", folder / "rows.jsonl")
+    for name, format in (("pictures", "folder"), ("tar", "webdataset"), ("table", "parquet")):
+        assert run_hostile(*base, "-o", folder / name, "--format", format).code == 0
+    shutil.copytree(folder / "tar", folder / "cut")
+    for path in (folder / "cut" / "shard-000000.tar", folder / "cut.parquet"):
+        path.write_bytes((folder / "rows.parquet" if path.suffix == ".parquet" else path).read_bytes()[:900])
+    (folder / "00000.png").write_bytes((folder / "pictures" / "00000.png").read_bytes())
+    (folder / "empty.png").touch()
+    (folder / "weights" / WEIGHTS["clip"].name).mkdir(parents=True)
+    for key in ("inception", "hps", "aesthetic"):
+        (folder / "weights" / WEIGHTS[key].name).write_bytes(b"half a file")
+    header = bytes.fromhex("89504e470d0a1a0a0000000d49484452 0001869f0001869f 0802000000")
+    (folder / "bomb.png").write_bytes(header)  # 99,999 x 99,999 pixels
+    return folder
 
 
-def check_case(index: int, model: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    rng = case_random("line", index)
-    prepare(here, model)
+def write_prompts(folder: Path, rows: list[dict[str, Any]]) -> None:
+    seeds = [{"prompt": "fox", "seed": seed} for seed in (2**62 - 1, -1, 2**64, 1.5, "x", True)]
+    nested = [{**rows[0], "a": {"b": [1, {"c": None}]}, "index": 5, "file_name": "../x.png", "settings": [], "": 1}]
+    paths = [{"id": name, "prompt": "fox"} for name in ("../../x", "/etc/passwd", "a\n.png", "e\u0301", "\u00e9", "")]
+    lines = {"rows": rows, "seeds": seeds, "same": [*rows, *rows], "paths": paths, "nested": nested, "empty": []}
+    for name, values in lines.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in values))
+    (folder / "rows.csv").write_text('id,prompt,seed\na,"a red\nfox",1\nb,fox,\n')
+    (folder / "cut.csv").write_text('id,prompt\na,"a red fox\n')
+    (folder / "wide.csv").write_text("prompt," + ",".join(map(str, range(5000))) + "\nfox" + "," * 5000 + "\n")
+
+
+def check_case(index: int, make: Any, here: Path, monkeypatch: pytest.MonkeyPatch, commands: Grammar = COMMANDS) -> int:
+    """One line; `make` writes the files that it may name into the folder `here`."""
+    rng = case_random("line" if commands is COMMANDS else "newer line", index)
+    make(here)
     monkeypatch.chdir(here)
-    line = make_line(rng, list(COMMANDS)[index % len(COMMANDS)])
+    line = make_line(rng, list(commands)[index % len(commands)], commands)
     if "huge.txt" not in line:  # 2 GiB are not hashed every time
         (here / "huge.txt").unlink()
     before = snapshot(here) if "huge.txt" not in line else {}
@@ -183,15 +103,51 @@ def check_case(index: int, model: Path, here: Path, monkeypatch: pytest.MonkeyPa
         assert done.code == 0 or set(after) <= set(before) or "--force" in line, (
             f"{what}: left {set(after) - set(before)}"
         )
+    shutil.rmtree(here)
     return done.code
 
 
 def test_some_command_lines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_cases(CI_CASES, lambda index: check_case(index, model, tmp_path / str(index), monkeypatch))
+    run_cases(
+        CI_CASES,
+        lambda index: check_case(index, lambda here: prepare(here, model), tmp_path / str(index), monkeypatch),
+    )
 
 
 @pytest.mark.torture
 def test_command_lines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with bounded_memory():
-        codes = run_cases(CASES, lambda index: check_case(index, model, tmp_path / str(index), monkeypatch))
+        codes = run_cases(
+            CASES,
+            lambda index: check_case(index, lambda here: prepare(here, model), tmp_path / str(index), monkeypatch),
+        )
     print(f"{CASES} command lines of seed {SEED}: {codes.count(2)} refused, {codes.count(0)} done")
+
+
+def check_newer(count: int, model: Path, runs: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Lines of the commands that serve, verify, plan and measure."""
+    from underdraw.serving import server
+
+    started = server.DrainingServer.startup
+
+    async def startup(self: server.DrainingServer, sockets: Any = None) -> None:
+        await started(self, sockets)
+        self.handle_exit(15, None)  # a server that accepts its options ends as by SIGTERM
+
+    def make(folder: Path) -> None:
+        prepare(folder, model)
+        shutil.copytree(runs, folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr(server.DrainingServer, "startup", startup)
+    return run_cases(count, lambda index: check_case(index, make, here / str(index), monkeypatch, NEWER))
+
+
+def test_some_newer_command_lines(model: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_newer(NEWER_CI_CASES, model, runs, tmp_path, monkeypatch)
+
+
+@pytest.mark.torture
+def test_newer_command_lines(model: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bounded_memory():
+        codes = check_newer(NEWER_CASES, model, runs, tmp_path, monkeypatch)
+    print(f"{NEWER_CASES} newer command lines of seed {SEED}: {codes.count(2)} refused, {codes.count(0)} done")

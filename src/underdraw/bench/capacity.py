@@ -89,27 +89,39 @@ def read_costs(model: str, path: Path | None = None) -> ModelCosts:
         models = {row["model"]: row for row in record["results"]}
         if model not in models:
             raise unknown("measured model", model, models)
-        return _parse_costs(record["machine"]["device"], models[model])
-    except (KeyError, TypeError, ValueError) as error:
+        return _parse_costs(str(record["machine"]["device"]), models[model])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path} has no times of benchmarks/scale.py ({error!r}); measure them again.") from None
+        reason = f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path} has no times of benchmarks/scale.py ({reason}); measure them again.") from None
 
 
 def _parse_costs(device: str, row: Mapping[str, Any]) -> ModelCosts:
-    pass_ms = {int(nodes): float(spent) for nodes, spent in row["pass_ms"].items()}
+    pass_ms = {int(nodes): _time(spent) for nodes, spent in row["pass_ms"].items()}
+    prefill_ms = {int(batch): _time(spent) for batch, spent in row.get("prefill_ms", {1: 0.0}).items()}
+    if not pass_ms or not prefill_ms or min(*pass_ms, *prefill_ms) < 1 or min(pass_ms.values()) == 0:
+        raise ValueError("there are no times of passes")
     parts = {"prefill": "prefill_ms", "pixels": "pixels_ms", "PNG": "png_ms"}
     unmeasured = tuple(name for name, key in parts.items() if key not in row)
     return ModelCosts(
         device,
-        row["tokens"],
+        int(_time(row["tokens"])),
         pass_ms,
-        prefill_ms={int(batch): spent for batch, spent in row.get("prefill_ms", {1: 0.0}).items()},
-        pixels_ms=row.get("pixels_ms", 0.0),
-        png_ms=row["png_ms"]["noise"] if "png_ms" in row else 0.0,
-        png_bytes=row["png_bytes"]["noise"] if "png_bytes" in row else 0,
+        prefill_ms,
+        pixels_ms=_time(row.get("pixels_ms", 0.0)),
+        png_ms=_time(row["png_ms"]["noise"]) if "png_ms" in row else 0.0,
+        png_bytes=int(_time(row["png_bytes"]["noise"])) if "png_bytes" in row else 0,
         unmeasured=unmeasured,
     )
+
+
+def _time(value: Any) -> float:
+    """A measured number; a ValueError unless it is finite and not negative."""
+    number = float(value)
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{value!r} is not a time")
+    return number
 
 
 def estimate(costs: ModelCosts, work: Workload) -> Capacity:

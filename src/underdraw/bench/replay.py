@@ -20,7 +20,7 @@ from torch import Tensor
 
 from underdraw.errors import ConfigError
 from underdraw.history import History, StepResult
-from underdraw.io import atomic_write, read_json_object
+from underdraw.io import atomic_write, check_regular, parse_json, read_json_object
 from underdraw.plan import TreePlan
 from underdraw.sampling import NoiseWindow
 from underdraw.tree import AcceptedPath, DraftTree, Proposal
@@ -91,10 +91,11 @@ def save_traces(path: Path, traces: Sequence[Trace]) -> None:
 
 def load_traces(path: Path) -> list[Trace]:
     """The traces of `save_traces`."""
+    check_regular(path, "traces")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             passes, counts = arrays["passes"].astype(int), arrays["counts"]
-            about = json.loads(arrays["about"].tobytes())
+            about = parse_json(arrays["about"].tobytes())
         parts = np.split(passes, np.cumsum(counts)[:-1])
         return [
             Trace(
@@ -106,7 +107,7 @@ def load_traces(path: Path) -> list[Trace]:
             )
             for part, facts in zip(parts, about, strict=True)
         ]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, ConfigError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{path} holds no traces ({error}); benchmarks/replay_kinds.py writes such a file.") from None
 
 

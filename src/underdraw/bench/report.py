@@ -21,7 +21,7 @@ from underdraw.bench.sections import FIGURE_TITLES, FIGURES, Section, Table, ind
 from underdraw.bench.summary import SUMMARY, read_summary
 from underdraw.errors import ConfigError
 from underdraw.extras import require_package
-from underdraw.io import atomic_write, read_json
+from underdraw.io import atomic_write, read_json, read_text
 
 REPORT = "report.html"
 BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.S)
@@ -118,7 +118,7 @@ def find_pages(path: Path) -> list[Path]:
     if not path.exists():
         raise ConfigError(f"{path} does not exist; name a Markdown page, or a folder of pages.")
     pages = sorted(path.rglob("*.md")) if path.is_dir() else [path]
-    pages = [page for page in pages if BLOCK.search(page.read_text(encoding="utf-8"))]
+    pages = [page for page in pages if BLOCK.search(read_text(page, "a page"))]
     if not pages:
         raise ConfigError(f"{path} has no block between <!-- results: PATH --> and <!-- end -->; add one.")
     return pages
@@ -126,7 +126,7 @@ def find_pages(path: Path) -> list[Path]:
 
 def update_page(page: Path) -> bool:
     """Generate the blocks of a page again; returns whether it changed."""
-    before = page.read_text(encoding="utf-8")
+    before = read_text(page, "a page")
     after = BLOCK.sub(lambda match: f"{match[1]}\n{_block(page.parent, match[2])}\n\n{match[3]}", before)
     if after != before:
         with atomic_write(page) as file:

@@ -81,6 +81,8 @@ class AgreementOptions:
 @options.grouped
 def agreement(compared: AgreementOptions, passes: options.PassOptions, result: options.ResultOptions) -> None:
     """Compare chains and trees with plain decoding, token by token; quantised weights also with full ones."""
+    for number in compared.temperature or ():
+        options.check_sampling_options(None, number, None, None, None)
     result.check()
     with stages(f"loading {compared.model}", silent=result.silent) as set_stage:
         record = _measure(compared, passes, result.save, set_stage)

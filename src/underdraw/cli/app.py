@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from underdraw import __version__
-from underdraw.errors import ConfigError, UnderdrawError, unknown
+from underdraw.errors import ConfigError, UnderdrawError, one_line, unknown
 
 COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsing follow from this table
     "generate": "underdraw.cli.generate",
@@ -38,7 +38,6 @@ COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsi
     "env": "underdraw.cli.env",
 }
 USER_ERROR, INTERRUPTED = 2, 130  # exit codes; 1 is a bug, or a training whose loss is not finite
-MAX_MESSAGE = 1200  # characters of an error
 UsageError: type[Any] = typer.BadParameter.__mro__[1]  # click's class, which newer versions of typer bundle
 
 
@@ -180,9 +179,6 @@ def open_streams() -> None:
 
 def print_error(message: str, code: int = USER_ERROR) -> int:
     """Print one line on stderr, if there is one to print to; returns the exit code."""
-    text = " ".join(message.split())
-    if len(text) > MAX_MESSAGE:  # a damaged file may say anything
-        text = f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 :]}"
     with suppress(OSError, ValueError, AttributeError):
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        print(f"error: {one_line(message)}", file=sys.stderr, flush=True)
     return code

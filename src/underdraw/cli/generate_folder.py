@@ -16,6 +16,7 @@ from underdraw.distributed.planned_images import WorkerOptions, Workers
 from underdraw.distributed.ranks import current_rank, local_rank
 from underdraw.distributed.run import RunResult, RunSpec, draw_run
 from underdraw.errors import ConfigError
+from underdraw.image_store import image_name
 from underdraw.run_folder import Rank, RunFolder
 
 if TYPE_CHECKING:
@@ -162,14 +163,10 @@ def _report(run: RunFolder, options: GenerateOptions, spec: RunSpec, result: Run
 
 def _write_sheet(run: RunFolder, path: Path) -> None:
     """Write small copies of the images of a folder with their prompts."""
-    import io
-
-    from PIL import Image
-
-    from underdraw.images import contact_sheet
+    from underdraw.images import contact_sheet, read_image
 
     stored = list(run.images())
-    images = [Image.open(io.BytesIO(image.png)).convert("RGB") for image in stored]
+    images = [read_image(run.folder / image_name(image.index), image.png) for image in stored]
     captions = [image.row["prompt"] for image in stored]
     contact_sheet(images, path, captions=captions, caption_lines=5, width=SHEET_WIDTH)
 

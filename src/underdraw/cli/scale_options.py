@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
@@ -12,6 +14,8 @@ from underdraw.errors import ConfigError
 from underdraw.ranges import check_number
 
 MAX_BATCH, MAX_WORKERS, MAX_GPUS = 256, 1024, 64
+WORKERS_PER_CORE = 8
+RAY_ADDRESS = re.compile(r"auto|local|(ray://)?[^\s:/]+:[0-9]{1,5}|(ray://)?\[[0-9a-fA-F:.]+\]:[0-9]{1,5}")
 scale_option = partial(typer.Option, rich_help_panel="Many images")
 
 Batch = Annotated[
@@ -65,8 +69,13 @@ class ScaleOptions:
 
     def check_scale(self) -> None:
         """Raise for options that exclude each other, and for a pool of actors that is none."""
+        most = WORKERS_PER_CORE * (os.cpu_count() or 1)
+        if self.workers is not None and self.workers > most:
+            raise ConfigError(f"--workers {self.workers} is too much for this machine's cores; use at most {most}.")
         if self.workers is not None and self.ray is not None:
             raise ConfigError("--workers and --ray exclude each other; set the size of a Ray pool with --actors.")
+        if self.ray is not None and not RAY_ADDRESS.fullmatch(self.ray):
+            raise ConfigError(f"--ray {self.ray!r} is no address of a Ray cluster; use auto, or HOST:PORT.")
         if self.ray is None and (self.actors != "1" or self.gpus_per_actor is not None):
             raise ConfigError("--actors and --gpus-per-actor are for Ray; add --ray auto.")
         low, high = self.pool

@@ -28,7 +28,7 @@ SampleSeed = Annotated[int, typer.Option("--seed", metavar="NUMBER", help="Decid
 Plain = Annotated[
     bool, typer.Option("--plain", help="Draw without speculation, which must not change an image with exact verifiers.")
 ]
-Batch = Annotated[int, typer.Option(min=1, metavar="COUNT", help="How many images are drawn together.")]
+Batch = Annotated[int, typer.Option(min=1, max=256, metavar="COUNT", help="How many images are drawn together.")]
 OtherModel = Annotated[
     str | None,
     typer.Option("--model", "-m", metavar="MODEL", help="Where the model is now, if it is no longer where it was."),

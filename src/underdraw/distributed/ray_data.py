@@ -7,6 +7,8 @@ the images that it was drawing, a lost driver those that it had not stored yet.
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,6 +25,8 @@ from underdraw.distributed.planned_images import (
 from underdraw.errors import ConfigError
 from underdraw.extras import require_package
 
+RETRIES = "2"  # of a connection to the cluster, of 40 s each; Ray's default takes a quarter of an hour
+CONNECT_SECONDS = 10.0
 WINDOW = 50_000  # images of one execution of Ray Data; the prompts of later ones are not read yet
 BATCHES = 4  # images of a call of an actor, per slot: the slots stay filled until the last few
 
@@ -32,13 +36,15 @@ class RayActors:
 
     def __init__(self, options: WorkerOptions, address: str, pool: tuple[int, int], gpus: float | None = None) -> None:
         """`address` is "auto" or that of the cluster; `pool` the smallest and largest number of actors."""
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", RETRIES)  # read when ray is imported
         self._ray = require_package("ray", "ray", "--ray")
         require_package("ray.data", "ray", "--ray")
         self._options, self._pool = options, pool
         if not self._ray.is_initialized():
             try:
+                _check_reachable(address)
                 self._ray.init(address=address, log_to_driver=not options.quiet, logging_level="ERROR")
-            except (ConnectionError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, RuntimeError) as error:
                 reason = " ".join(str(error).split())
                 raise ConfigError(
                     f"there is no Ray cluster at {address} ({reason}); start one with ray start."
@@ -94,3 +100,10 @@ class RayActors:
 
     def close(self) -> None:
         self._stop_first()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise an OSError unless something listens at HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from underdraw.distributed.local import ThisProcess
 from underdraw.distributed.planned_images import DrawnImage, Event, ModelInfo, PlannedImage, WorkerOptions
 from underdraw.distributed.worker import ImageWorker
 from underdraw.errors import ConfigError
 from underdraw.image_store import ImageFiles, RunLayout, Shards
+from underdraw.images import read_image
 from underdraw.pipeline import Pipeline
-from underdraw.run_folder import RunFolder
+from underdraw.ranges import check_seed
+from underdraw.run_folder import SETTINGS_FILE, RunFolder
 from underdraw.shards import StoredImage
+
+REQUEST = ("height", "width", "temperature", "top_k", "top_p", "negative_prompt")
+LOADING = ("model", "drafter", "tree", "verifier", "dtype", "numerics", "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +33,13 @@ class StoredRun:
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments that load its model."""
-        return dict(self.content["loading"])
+        return {name: str(value) for name, value in self.content["loading"].items() if name in LOADING}
 
     @property
     def request(self) -> dict[str, Any]:
         """Arguments of `Pipeline.request` that its images share."""
         settings = self.content["settings"]
-        names = ("height", "width", "temperature", "top_k", "top_p", "negative_prompt")
-        return {"guidance_scale": settings["guidance"], **{name: settings[name] for name in names}}
+        return {"guidance_scale": settings["guidance"], **{name: settings[name] for name in REQUEST}}
 
     def images(self) -> Iterator[StoredImage]:
         """All finished images."""
@@ -60,11 +61,15 @@ class Verification:
 def read_run(folder: Path) -> StoredRun:
     """The run in a folder; an error if there is none, or if it is of an older version."""
     content = RunFolder(folder).saved()
-    if content is None or "loading" not in content:
+    if content is None or not isinstance(content.get("loading"), dict) or "model" not in content["loading"]:
         raise ConfigError(
             f"{folder} holds no run that can be verified; name a folder of `underdraw generate --prompts`."
         )
-    return StoredRun(folder, content)
+    run = StoredRun(folder, content)
+    for name in ("format", "revision", "guidance", *REQUEST):
+        if name not in content["settings"]:
+            raise ConfigError(f"{folder / SETTINGS_FILE} has no {name}; it is damaged, or of an older version.")
+    return run
 
 
 def check_run(
@@ -85,13 +90,10 @@ def check_run(
     if info.revision != revision:
         raise ConfigError(f"the run was drawn with the model of revision {revision}, and this one is {info.revision}.")
     on_start(info, len(stored))
-    planned = [
-        PlannedImage(row["index"], row["id"], row["repeat"], row["prompt"], row["seed"])
-        for row in (image.row for image in stored.values())
-    ]
+    planned = [_plan(image.row, run.folder) for image in stored.values()]
     different: list[int] = []
     try:
-        for event in worker.draw(planned, run.content["tree"]):
+        for event in worker.draw(planned, run.content.get("tree", "auto")):
             on_event(event)
             if not isinstance(event, DrawnImage):
                 continue
@@ -114,6 +116,18 @@ def _sample(images: Iterator[StoredImage], count: int, seed: int) -> tuple[dict[
     return {image.index: image for image in sorted(kept, key=lambda image: image.index)}, total
 
 
-def _pixels(png: bytes) -> bytes:
-    with Image.open(io.BytesIO(png)) as image:
-        return image.convert("RGB").tobytes()
+def _plan(row: dict[str, Any], folder: Path) -> PlannedImage:
+    """The image of a row, to be drawn again."""
+    try:
+        check_seed(row["seed"])
+        return PlannedImage(row["index"], str(row["id"]), row["repeat"], row["prompt"], row["seed"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"image {row['index']} of {folder} has no id, repeat or seed in its row ({error}).") from None
+
+
+def _pixels(png: bytes) -> bytes | None:
+    """The pixels of an image; None if it is damaged."""
+    try:
+        return read_image(Path("image.png"), png).tobytes()
+    except ConfigError:
+        return None

@@ -27,6 +27,7 @@ from underdraw.pipeline import Pipeline
 from underdraw.protocols import Prompt
 
 Grid = tuple[int, int]  # rows and columns of codes
+MAX_SIDE = 512  # codes; no published model draws half of it
 # Logits processors whose effect is known: sampling parameters, guidance and the tokens that an image's layout allows.
 _KNOWN_PROCESSORS = {
     "TemperatureLogitsWarper",
@@ -90,6 +91,13 @@ def _emu3_size(spec: ModelSpec, grid: Grid | None, _: Mapping[str, Any]) -> Imag
 def _glm_size(_: ModelSpec, grid: Grid | None, kwargs: Mapping[str, Any]) -> ImageSize:
     grids = kwargs.get("image_grid_thw")
     if grid is None and grids is not None:
+        if (
+            not isinstance(grids, Tensor)
+            or grids.ndim != 2
+            or grids.shape[1] != 3
+            or not bool(((grids > 0) & (grids <= MAX_SIDE)).all())
+        ):
+            raise ConfigError("image_grid_thw must be a tensor (images, 3) of sizes, as the processor returns it.")
         grid = tuple(grids[0, 1:].tolist())  # of the large image; the small one follows
     if grid is None:
         raise ConfigError("pass image_grid_thw, which the processor returns, or image_size=(rows, columns).")
@@ -186,12 +194,20 @@ def custom_generate(
     """
     processors = list(logits_processor or ())
     _check_processors(processors)
+    if generation_config is None:
+        raise ConfigError("there is no generation_config; call model.generate(..., custom_generate=custom_generate).")
+    mask = model_kwargs.get("attention_mask")
+    _check_arguments(input_ids, mask, {"drafter": drafter, "tree": tree}, image_size, (guidance, seed))
     wrapped = _WRAPPED.get(model) or _WRAPPED.setdefault(model, WrappedModel(model))
     adapter = wrapped.adapter
     size = adapter.image_size(wrapped.spec, image_size, model_kwargs)
     layout = wrapped.spec.make_layout(size)
     scale = _resolve_guidance(adapter, guidance, generation_config, processors)
-    rows = _strip_padding(input_ids, model_kwargs.get("attention_mask"))
+    rows = _strip_padding(input_ids, mask)
+    if not all(rows) or not all(0 <= token < wrapped.spec.arch.vocab for row in rows for token in row):
+        raise ConfigError(
+            f"input_ids need rows of token ids from 0 to {wrapped.spec.arch.vocab - 1}, none of them empty."
+        )
     negative = _negative_rows(processors)
     others = [adapter.unconditional(row, generation_config) for row in rows] if negative is None else negative
     prompts = [Prompt(row, other if scale != 1 else ()) for row, other in zip(rows, _repeat(others, rows), strict=True)]
@@ -219,6 +235,36 @@ def _find_adapter(model: Any) -> Adapter:
             f"{', '.join(ADAPTERS)}."
         )
     return adapter
+
+
+def _check_arguments(input_ids: Any, mask: Any, names: Mapping[str, Any], grid: Any, numbers: tuple[Any, Any]) -> None:
+    """Raise a ConfigError for arguments of wrong types, which transformers hands over as they are."""
+    if (
+        not isinstance(input_ids, Tensor)
+        or input_ids.ndim != 2
+        or input_ids.is_floating_point()
+        or not input_ids.numel()
+    ):
+        raise ConfigError("input_ids must be a tensor of token ids (images, tokens); embeddings are not supported.")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != input_ids.shape):
+        raise ConfigError("attention_mask must have the shape of input_ids.")
+    for name, value in names.items():
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"{name} must be a name, not {type(value).__name__}; see `underdraw generate --help` for those allowed."
+            )
+    is_grid = (
+        isinstance(grid, Sequence)
+        and len(grid) == 2
+        and all(type(side) is int and 0 < side <= MAX_SIDE for side in grid)
+    )
+    if grid is not None and not is_grid:
+        raise ConfigError(f"image_size must be (rows, columns) in codes, at most {MAX_SIDE} each.")
+    guidance, seed = numbers
+    if guidance is not None and (isinstance(guidance, bool) or not isinstance(guidance, int | float)):
+        raise ConfigError(f"guidance must be a number, not {type(guidance).__name__}.")
+    if seed is not None and type(seed) is not int:
+        raise ConfigError(f"seed must be a whole number, not {type(seed).__name__}.")
 
 
 def _check_processors(processors: Sequence[Any]) -> None:

@@ -6,7 +6,6 @@ few images at a time.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,13 @@ from torch import Tensor
 from underdraw.errors import CheckpointError
 from underdraw.extras import require_package
 from underdraw.metrics.exact_match import read_pixels
+from underdraw.models.checkpoint import read_tensors
+from underdraw.models.pretrained import load_module, reading_folder
+from underdraw.nn.weights import check_finite
 from underdraw.shards import ImageSource
 
 BATCH = 16
-LOAD_ERRORS = (RuntimeError, OSError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
+LOAD_ERRORS = (RuntimeError, OSError, ValueError, EOFError, LookupError, TypeError, AttributeError)
 Advance = Callable[[int], object]
 ImageNetwork = Callable[[Tensor], tuple[Tensor, Tensor]]
 """uint8 (B, 3, H, W) -> features (B, D) and logits (B, classes)."""
@@ -115,12 +117,10 @@ def embed(
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """The tensors of a torch file; code in it is not executed."""
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        return state
-    except LOAD_ERRORS as error:
-        raise damaged_file(path, error) from None
+    """The tensors of a torch file, all of them finite; code in it is not executed."""
+    state = dict(read_tensors(path))
+    check_finite(state, str(path))
+    return state
 
 
 def damaged_file(path: Path, error: Exception) -> CheckpointError:
@@ -131,6 +131,7 @@ def damaged_file(path: Path, error: Exception) -> CheckpointError:
 def inception(path: Path) -> ImageNetwork:
     """InceptionV3 as torch-fidelity ports it from the original FID."""
     module = require_package("torch_fidelity.feature_extractor_inceptionv3", "evaluate", "an Inception metric")
+    load_state(path)  # the library would read whatever is in the file
     try:
         net = module.FeatureExtractorInceptionV3(
             "inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=str(path)
@@ -145,12 +146,10 @@ def clip(folder: Path) -> TextImageEncoder:
     """CLIP as transformers loads it from a folder."""
     transformers = require_package("transformers", "evaluate", "a CLIP metric")
     transformers.utils.logging.disable_progress_bar()  # the command has a progress bar
-    try:
-        model = transformers.CLIPModel.from_pretrained(folder, local_files_only=True).eval()
+    model = load_module(transformers.CLIPModel, folder, "CLIP").eval()
+    with reading_folder(folder, "CLIP"):
         processor = transformers.CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
         tokenizer = transformers.CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-    except LOAD_ERRORS as error:
-        raise damaged_file(folder, error) from None
     max_length = model.config.text_config.max_position_embeddings
 
     @torch.inference_mode()
@@ -172,7 +171,7 @@ def hps(path: Path) -> TextImageEncoder:
     model, _, preprocess = open_clip.create_model_and_transforms("ViT-H-14")
     state = load_state(path)
     try:
-        model.load_state_dict(state.get("state_dict", state))
+        model.load_state_dict(state)
     except LOAD_ERRORS as error:
         raise damaged_file(path, error) from None
     model.eval()

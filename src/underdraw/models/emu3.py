@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from underdraw.errors import CheckpointError, UnsupportedError
+from underdraw.io import read_text
 from underdraw.layout import Layout
 from underdraw.models import weight_map
 from underdraw.models.checkpoint import Checkpoint
@@ -263,7 +264,9 @@ def load_decoder(
 def _load_text(checkpoint: Checkpoint) -> Encode:
     if not is_baai(checkpoint.config):
         return load_text_tokenizer(checkpoint.require_file("tokenizer.json"), TEXT_PATTERN)
-    of_images = checkpoint.require_file("emu3_vision_tokens.txt").read_text(encoding="utf-8").split("\n")
+    of_images = read_text(checkpoint.require_file("emu3_vision_tokens.txt"), "names of tokens", CheckpointError).split(
+        "\n"
+    )
     names = [*TEXT_SPECIALS, *(name.strip() for name in of_images if name.strip())]
     return load_tiktoken(checkpoint.require_file("emu3.tiktoken"), TEXT_PATTERN, names)
 

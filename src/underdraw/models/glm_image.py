@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from underdraw.errors import CheckpointError, ConfigError
+from underdraw.errors import CheckpointError, ConfigError, first_line
 from underdraw.extras import require_package
+from underdraw.io import read_text
 from underdraw.layout import Layout
 from underdraw.models import weight_map
 from underdraw.models.checkpoint import Checkpoint
@@ -195,7 +196,7 @@ def _prompt_builder(checkpoint: Checkpoint, image_start: int) -> MakePrompt:
     settings = Checkpoint(path.parent, checkpoint.name).read_json("tokenizer_config.json")
     begin, end = settings.get("grid_bos_token", "<sop>"), settings.get("grid_eos_token", "<eop>")
     template = path.parent / "chat_template.jinja"
-    template_text = template.read_text(encoding="utf-8") if template.exists() else None
+    template_text = read_text(template, "a chat template", CheckpointError) if template.exists() else None
 
     def make_prompt(text: str, negative: str | None, size: ImageSize) -> Prompt:
         if negative is not None:
@@ -213,7 +214,10 @@ def _render(template: str | None, text: str) -> str:
         return text
     utilities = require_package("transformers.utils.chat_template_utils", "families", "a chat template")
     message = {"role": "user", "content": [{"type": "text", "text": text}]}
-    rendered, _ = utilities.render_jinja_template(conversations=[[message]], chat_template=template)
+    try:
+        rendered, _ = utilities.render_jinja_template(conversations=[[message]], chat_template=template)
+    except Exception as error:  # a template is a program, and fails like one
+        raise CheckpointError(f"the chat template cannot be used ({first_line(error)}); download it again.") from None
     return str(rendered[0])
 
 

@@ -13,6 +13,7 @@ from underdraw.errors import CheckpointError, UnsupportedError
 from underdraw.extras import require_package
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import Placement
+from underdraw.models.pretrained import reading_folder
 
 _CODEBOOK = "model.vqmodel.quantize.embedding.weight"
 
@@ -75,9 +76,11 @@ class DiffusionDecoder:
     def _load(self) -> Any:
         if self._pipeline is None:
             diffusers = require_package("diffusers", "glm-image")
-            pipeline = diffusers.GlmImagePipeline.from_pretrained(
-                self.folder, vision_language_encoder=None, processor=None, dtype=self.placement.dtype
-            )
+            assert self.folder is not None  # see `check_available`
+            with reading_folder(self.folder, "the diffusion part of GLM-Image"):
+                pipeline = diffusers.GlmImagePipeline.from_pretrained(
+                    self.folder, vision_language_encoder=None, processor=None, dtype=self.placement.dtype
+                )
             pipeline.set_progress_bar_config(disable=True)
             self._pipeline = pipeline.to(self.placement.device)
         return self._pipeline

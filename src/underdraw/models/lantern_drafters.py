@@ -18,7 +18,7 @@ from underdraw.calibration import Calibration
 from underdraw.drafters.eagle import Eagle, EagleNet
 from underdraw.drafters.padded_eagle import PaddedEagle
 from underdraw.errors import CheckpointError
-from underdraw.io import expand_user
+from underdraw.io import check_regular, expand_user
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import ImageSize
 from underdraw.models.family import LoadedModel
@@ -136,6 +136,7 @@ def load_nearest_codes(
 
 def _read_table(path: Path, count: int, k: int) -> Tensor:
     """The first k columns of a table (count, count - 1) of code indices."""
+    check_regular(path, "a table of nearest codes", CheckpointError)
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from underdraw.errors import ConfigError, UnsupportedError, first_line
-from underdraw.io import as_path, read_json
+from underdraw.io import as_path, read_json, read_text
 from underdraw.models.checkpoint import INDEX_FILES, SAVED_CHOICES_FILE, Checkpoint, read_tensors, tensor_shapes
 from underdraw.models.family import LoadedModel
 from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES, is_hub_id
@@ -174,7 +174,7 @@ def _write_card(
     from huggingface_hub import ModelCardData
 
     card = folder / "README.md"
-    text = card.read_text(encoding="utf-8") if card.exists() else text
+    text = read_text(card, "a model card") if card.exists() else text
     if text.startswith("---\n"):
         return
     data = ModelCardData(

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from underdraw.errors import CheckpointError, UnsupportedError
+from underdraw.io import read_text
 from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
@@ -65,7 +66,7 @@ def matches(checkpoint: Checkpoint) -> bool:
     if any("SimpAR" in name for name in config.get("architectures") or ()):
         return True
     files = [checkpoint.folder / name for name in _TOKENIZER_FILES]
-    return any(TEXT_TO_IMAGE in file.read_text(encoding="utf-8") for file in files if file.exists())
+    return any(TEXT_TO_IMAGE in read_text(file, "a tokenizer", CheckpointError) for file in files if file.exists())
 
 
 def simplear_arch(config: Mapping[str, Any], codes: range, name: str) -> Arch:

@@ -15,10 +15,11 @@ from urllib.parse import unquote_plus
 import torch
 from torch import Tensor
 
-from underdraw.errors import CheckpointError, ConfigError, first_line
+from underdraw.errors import ConfigError
 from underdraw.extras import require_package
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import Placement
+from underdraw.models.pretrained import load_module, reading_folder
 
 T5_HUB_ID = "google/flan-t5-xl"
 _T5_FOLDERS = ("flan-t5-xl", "t5/flan-t5-xl", "t5-ckpt/flan-t5-xl", "pretrained_models/t5-ckpt/flan-t5-xl")
@@ -133,10 +134,8 @@ class T5Features:
         if self._loaded is None:
             transformers = require_package("transformers", "families", "text for LlamaGen")
             path = self.checkpoint.find_or_download(_T5_FOLDERS, T5_HUB_ID)
-            try:
-                encoder = transformers.T5EncoderModel.from_pretrained(path, dtype=self.placement.dtype)
-                tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{path} holds no T5 encoder ({first_line(error)}).") from error
+            encoder = load_module(transformers.T5EncoderModel, path, "a T5 encoder", dtype=self.placement.dtype)
+            with reading_folder(path, "a T5 encoder"):
+                tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
             self._loaded = tokenizer, encoder.to(self.placement.device).eval()
         return self._loaded

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from underdraw.calibration import Calibration
+from underdraw.drafters.jacobi_tree import JacobiTree
 from underdraw.engine.decode import decode
 from underdraw.history import History
 from underdraw.layout import Layout
@@ -97,6 +98,27 @@ def median_ms(action: Callable[[], object], repeats: int) -> float:
     return statistics.median(times) * 1e3
 
 
+def jacobi_tree_ms(sampler: Sampler, models: LookupModels, nodes: int, repeats: int) -> dict[str, float]:
+    """Milliseconds per pass that a Jacobi tree costs besides its verification: growing it, and keeping candidates."""
+    session, steps, root = LookupSession(models), torch.tensor([100]), torch.tensor([3])
+    draft = JacobiTree().open([Prompt((0,))], sampler.layout, session.prefill, guidance=1.0)
+    plan = TreePlan(5 * nodes // 8, 2, 8, nodes)
+    request = DraftRequest(root, steps, plan, sampler.noise_window(steps, plan.depth + 1))
+
+    def commit() -> None:
+        tree = draft.draft(request)
+        output = session.forward(tree, steps)
+        accepted_path = Exact().verify(tree, output.logits, request.noise_window)
+        draft.commit(VerifiedStep(tree, accepted_path, output, request.noise_window, accepted_path.length + 1, ()))
+
+    commit()  # from here on there are candidates to branch to
+    grow = median_ms(lambda: draft.draft(request), repeats)
+    tree = draft.draft(request)
+    output = session.forward(tree, steps)
+    verify = median_ms(lambda: Exact().verify(tree, output.logits, request.noise_window), repeats)
+    return {"Jacobi tree: grow": grow, "Jacobi tree: commit": median_ms(commit, repeats) - grow - verify}
+
+
 def measure(nodes: int, codes: int, depth: int, width: int, repeats: int) -> dict[str, float]:
     """Milliseconds per pass of each part and of the whole loop."""
     layout = Layout(32, 32, range(codes))
@@ -122,6 +144,7 @@ def measure(nodes: int, codes: int, depth: int, width: int, repeats: int) -> dic
         "grow": median_ms(lambda: session.draft(request), repeats),
         "verify": median_ms(lambda: Exact().verify(tree, output.logits, noise_window), repeats),
         "commit": median_ms(commit, repeats),
+        **jacobi_tree_ms(sampler, models, nodes, repeats),
     }
     policy = FixedSize(nodes, depth, width)
     history = History(layout)
@@ -154,7 +177,7 @@ def main() -> None:
     )
     print(f"torch {torch.__version__}, {options.threads} thread(s), {platform.machine()}")
     for name, value in result.items():
-        print(f"{name:16} {value:7.3f}" + (" ms" if name != "tokens per pass" else ""))
+        print(f"{name:20} {value:7.3f}" + (" ms" if name != "tokens per pass" else ""))
 
 
 if __name__ == "__main__":

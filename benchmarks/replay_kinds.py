@@ -1,12 +1,16 @@
 """Speed at the size of a 7B model on five kinds of pictures, with the accepted lengths of the embedded model.
 
-    python benchmarks/replay_kinds.py record benchmarks/traces/kinds.npz --device cuda --batch 40
-    python benchmarks/replay_kinds.py replay benchmarks/traces/kinds.npz --out benchmarks/results/replay/kinds.json
+    python benchmarks/replay_kinds.py costs costs.json
+    python benchmarks/replay_kinds.py record benchmarks/traces/kinds.npz --costs costs.json --device cuda --batch 40
+    python benchmarks/replay_kinds.py replay benchmarks/traces/kinds.npz --costs costs.json \\
+        --out benchmarks/results/replay/kinds.json
 
-`record` draws all prompts of prompts_kinds.json with the embedded model and keeps plan and accepted length of every
-pass. `replay` runs the same passes with random weights of a published shape and forces those lengths: all work of a
-pass is done, no picture is drawn. It times every picture, and plain decoding in the same context. How fast a real model
-of that size is depends on how well its tokens can be guessed, which this does not measure.
+`costs` times passes of the large model with nothing drafted, with Jacobi chains and with Jacobi trees. `record` draws
+all prompts of prompts_kinds.json with the embedded model and keeps plan and accepted length of every pass; with those
+costs also for the setting `auto`, as it would be for the large model. `replay` runs the same passes with random weights
+of a published shape and forces those lengths: all work of a pass is done, no picture is drawn. It times every picture,
+and plain decoding in the same context. How fast a real model of that size is depends on how well its tokens can be
+guessed, which this does not measure.
 """
 
 from __future__ import annotations
@@ -28,13 +32,21 @@ from underdraw.bench.kinds import replay_sections
 from underdraw.bench.replay import ReplayPolicy, ReplayVerifier, Trace, load_traces, save_traces
 from underdraw.drafters.forced import Forced
 from underdraw.drafters.jacobi_tree import JacobiTree
+from underdraw.engine.autotune import FixedPlan
 from underdraw.history import History
-from underdraw.io import atomic_write_json
+from underdraw.io import atomic_write_json, read_json_object
 from underdraw.models.loading import resolve_placement
-from underdraw.plan import TreePlan
+from underdraw.plan import MAX_GPU_DEPTH, TreePlan, chain_plan
+from underdraw.policies.budget import Budget, format_costs
 from underdraw.policies.fixed import NoTree
+from underdraw.protocols import TreePolicy
 
-SETTINGS = {"chain 64": "chain:depth=63", "tree 64": "trunk:nodes=64", "tree 128": "trunk:nodes=128"}
+SIZES = (1, 8, 16, 32, 64, 128)  # of passes that are timed
+SETTINGS: dict[str, str | TreePolicy] = {
+    "chain 64": "chain:depth=63",
+    "tree 64": "trunk:nodes=64",
+    "tree 128": "trunk:nodes=128",
+}
 
 
 def trace_of(history: History, about: dict[str, Any]) -> Trace:
@@ -52,13 +64,47 @@ def trace_of(history: History, about: dict[str, Any]) -> Trace:
     return Trace(tuple(plans), tuple(accepted), about)
 
 
+def open_bench(options: argparse.Namespace) -> EngineBench:
+    """Random weights of the model, and its captured passes."""
+    placement, started = resolve_placement(options.device, "auto"), time.perf_counter()
+    is_cuda = placement.device.type == "cuda"
+    config = EngineBenchConfig(options.model, placement, "capture" if is_cuda else "off", passes=40 if is_cuda else 4)
+    return EngineBench(config, lambda stage: print(f"{time.perf_counter() - started:6.1f} s: {stage}", flush=True))
+
+
+def measure_costs(options: argparse.Namespace) -> None:
+    """Time passes of every size: with nothing drafted, with a Jacobi chain, with a Jacobi tree."""
+    bench, drafter = open_bench(options), JacobiTree()
+    result: dict[str, Any] = {"model": f"random:{options.model}", "machine": describe_machine(bench.device)}
+    result |= {"forced": [], "chain": [], "tree": []}
+    for size in options.sizes:
+        plans = {"chain": chain_plan(size - 1)} if 1 < size <= MAX_GPU_DEPTH + 1 else {}
+        if size >= 16:
+            plans["tree"] = TreePlan(min(5 * size // 8, MAX_GPU_DEPTH), 2, 8, size)
+        result["forced"].append([size, round(bench.pass_ms(Forced(), NoTree(), bench.graphs.with_min_bucket(size)), 4)])
+        for name, plan in plans.items():
+            result[name].append([size, round(bench.pass_ms(drafter, FixedPlan(plan)), 4)])
+        atomic_write_json(options.out, result)
+        print({name: result[name][-1] for name in ("forced", *plans)}, flush=True)
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, str | TreePolicy]:
+    """The trees to record, with `auto` if the costs of the large model's passes are there."""
+    if options.costs is None:
+        return SETTINGS
+    costs = read_json_object(options.costs, "costs of passes")
+    plain, *_ = costs["forced"]
+    chain, tree = (format_costs(tuple(map(tuple, pairs))) for pairs in ([plain, *costs["chain"]], costs["tree"]))
+    return {**SETTINGS, "auto": Budget(chain, tree)}
+
+
 def record(options: argparse.Namespace) -> None:
     """Draw the prompts of every kind with every setting and write the traces."""
     groups = {kind: texts[: options.per_kind] for kind, texts in json.loads(PROMPTS.read_text()).items()}
     prompts, kinds = [t for texts in groups.values() for t in texts], [k for k, texts in groups.items() for _ in texts]
     pipe = Pipeline.from_pretrained(options.model, device=options.device, drafter="jacobi-tree", tree="none")
     traces = []
-    for name, tree in SETTINGS.items():
+    for name, tree in settings_of(options).items():
         pipe.tree = tree
         histories = decode(pipe, prompts, options.temperature, options.batch)
         for seed, (history, prompt, kind) in enumerate(zip(histories, prompts, kinds, strict=True)):
@@ -66,27 +112,25 @@ def record(options: argparse.Namespace) -> None:
             traces.append(trace_of(history, about))
         shown = [trace.tokens_per_pass for trace in traces[-len(prompts) :]]
         print(f"{name}: {1 / np.mean(1 / np.array(shown)):.2f} tokens per pass", flush=True)
-    options.traces.parent.mkdir(parents=True, exist_ok=True)
-    save_traces(options.traces, traces)
+        options.traces.parent.mkdir(parents=True, exist_ok=True)
+        save_traces(options.traces, traces)
     print(f"{len(traces)} traces in {options.traces}, {options.traces.stat().st_size} bytes")
 
 
 def replay(options: argparse.Namespace) -> None:
     """Time the passes of every trace at the size of another model."""
-    traces = load_traces(options.traces)
-    placement = resolve_placement(options.device, "auto")
-    is_cuda, started = placement.device.type == "cuda", time.perf_counter()
-    config = EngineBenchConfig(options.model, placement, "capture" if is_cuda else "off", passes=40 if is_cuda else 4)
-    bench = EngineBench(config, lambda stage: print(f"{time.perf_counter() - started:6.1f} s: {stage}", flush=True))
+    traces, bench, started = load_traces(options.traces), open_bench(options), time.perf_counter()
+    placement = bench.config.placement
     plain = bench.pass_ms(Forced(), NoTree())
     result = {
         "kind": "replay",
         "model": f"random:{options.model}",
         "machine": describe_machine(placement.device),
         "dtype": str(placement.dtype).removeprefix("torch."),
-        "temperature": config.temperature,
+        "temperature": traces[0].about["temperature"],
         "note": FORCED,
         "plain_ms": round(plain, 4),
+        "costs": read_json_object(options.costs, "costs of passes") if options.costs is not None else None,
         "rows": [],
     }
     for row in replay_rows(bench, traces, options.limit):
@@ -135,11 +179,16 @@ def run_trace(bench: EngineBench, drafter: JacobiTree, verifier: ReplayVerifier,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("record", "replay"):
+    for name in ("costs", "record", "replay"):
         command = commands.add_parser(name)
-        command.add_argument("traces", type=Path, metavar="NPZ")
         command.add_argument("--device", default="auto")
         command.add_argument("--model", default="tiny" if name == "record" else "anole-7b")
+        if name == "costs":
+            command.add_argument("out", type=Path, metavar="JSON")
+            command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+            continue
+        command.add_argument("traces", type=Path, metavar="NPZ")
+        command.add_argument("--costs", type=Path, metavar="JSON", help="what `costs` wrote")
         if name == "record":
             command.add_argument("--batch", type=int, default=1)
             command.add_argument("--per-kind", type=int, default=8, help="prompts of each kind")
@@ -149,7 +198,7 @@ def main() -> None:
             command.add_argument("--limit", type=int, metavar="N", help="only N traces")
             command.add_argument("--seconds", type=float, default=600, help="stop after this time")
     options = parser.parse_args()
-    (record if options.command == "record" else replay)(options)
+    {"costs": measure_costs, "record": record, "replay": replay}[options.command](options)
 
 
 if __name__ == "__main__":

@@ -51,14 +51,21 @@ def test_traces_are_recorded_and_replayed(tmp_path: Path) -> None:
         return done.stdout
 
     model = small_checkpoint.write(tmp_path / "small", length=160, drafter=False)
-    run("record", tmp_path / "traces.npz", "--model", model, "--per-kind", 1, "--batch", 5)
+    costs = ["--costs", tmp_path / "costs.json"]
+    run("costs", tmp_path / "costs.json", "--model", "toy", "--sizes", 1, 8, 16)
+    run("record", tmp_path / "traces.npz", "--model", model, "--per-kind", 1, "--batch", 5, *costs)
     traces = load_traces(tmp_path / "traces.npz")
-    assert len(traces) == 15 and {trace.about["setting"] for trace in traces} == {"chain 64", "tree 64", "tree 128"}
+    settings = {"chain 64", "tree 64", "tree 128", "auto"}
+    assert len(traces) == 20 and {trace.about["setting"] for trace in traces} == settings
     assert all(sum(trace.accepted) + len(trace.accepted) == small_checkpoint.TOKENS for trace in traces)
-    text = run("replay", tmp_path / "traces.npz", "--model", "toy", "--limit", 3, "--out", tmp_path / "replay.json")
+    text = run(
+        "replay", tmp_path / "traces.npz", "--model", "toy", "--limit", 3, "--out", tmp_path / "replay.json", *costs
+    )
     record = json.loads((tmp_path / "replay.json").read_text())
     assert len(record["rows"]) == 3 and all(row["over_plain"] > 0 for row in record["rows"])
     assert "random:toy" in text and "chain 64 | **" in text
-    (section,) = record_sections(read_record(tmp_path / "replay.json"))
+    section, growth = record_sections(read_record(tmp_path / "replay.json"))
+    assert growth.table is not None and [row[0] for row in growth.table.rows] == ["1", "8", "16"]
+    assert growth.table.rows[0][2:] == ["-", "-"] and " %)" in growth.table.rows[2][3]
     assert section.table is not None and section.table.columns[1:3] == ("plain background", "gradient")
     assert [row[0] for row in section.table.rows] == ["chain 64"] and section.table.rows[0][-1] == "3"

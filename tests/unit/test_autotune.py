@@ -42,7 +42,7 @@ from underdraw.history import History, StepResult
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
-from underdraw.policies.budget import Budget, passes_per_token
+from underdraw.policies.budget import Budget, cheapest_size, passes_per_token
 from underdraw.policies.cost import Cost
 from underdraw.policies.fixed import Chain, NoTree
 from underdraw.sampling import Sampler
@@ -175,7 +175,7 @@ def test_busy_machine_is_noticed_and_costs_are_measured_again(tmp_path: Path) ->
 def test_chains_deeper_than_a_gpu_verifies_are_left_out_soon() -> None:
     run = FakeRun(lambda nodes: 5 + nodes / 100, max_depth=63)
     costs = measure_windows(run, has_trees=True, batch=1, is_captured=True)
-    assert [nodes for nodes, _ in costs.chain] == [1, 8, 16, 32, 64] and [n for n, _ in costs.tree] == [32, 64, 128]
+    assert [nodes for nodes, _ in costs.chain] == [1, 8, 16, 32, 64] and [n for n, _ in costs.tree] == [16, 32, 64, 128]
     assert run.passes < 250
 
 
@@ -205,11 +205,12 @@ def nodes_of_policy(policy: Any) -> int:
 
 
 def test_costs_choose_between_plain_chain_and_tree() -> None:
-    policy = CPU.policy()
-    assert isinstance(policy, Budget)
-    easy, hard = policy.cheapest(0.05, 24), policy.cheapest(0.2, 24)
-    assert easy[0] > hard[0] and not hard[1], "few nodes where it is hard and every node costs"
-    assert H200_7B.policy().cheapest(0.15, 32) == (64, True), "a tree of 64 nodes where they are nearly free"
+    assert isinstance(CPU.policy(), Budget)
+    easy, hard, hopeless = (cheapest_size(CPU.chain, CPU.tree, difficulty, 24) for difficulty in (0.05, 0.2, 0.95))
+    assert easy[0] > hard[0] > 1 and not hard[1], "few nodes where it is hard and every node costs"
+    assert hopeless == (1, False), "plain decoding"
+    nearly_free = cheapest_size(H200_7B.chain, H200_7B.tree, 0.15, 32)
+    assert nearly_free == (64, True), "a tree of 64 nodes where they are nearly free"
     dear = WindowCosts(tuple((n, 10.0 * n) for n in CPU_SIZES))
     assert isinstance(dear.policy(), NoTree) and isinstance(replace(dear, batch=2).policy(), NoTree), "plain is faster"
 
@@ -218,11 +219,11 @@ def test_costs_choose_between_plain_chain_and_tree() -> None:
 @pytest.mark.parametrize("difficulty", [0.05, 0.1, 0.15, 0.2, 0.4])
 def test_choice_is_within_three_percent_of_the_best_fixed_size(costs: WindowCosts, difficulty: float) -> None:
     """Of all sizes between the measured ones too."""
-    nodes, is_tree = costs.policy().cheapest(difficulty, 24)  # type: ignore[attr-defined]
+    nodes, is_tree = cheapest_size(costs.chain, costs.tree, difficulty, 24)
     chosen = interpolate(costs.tree if is_tree else costs.chain, nodes)
     chosen *= passes_per_token(nodes, difficulty, 24, is_tree=is_tree)
-    for size in range(12, 65):
-        assert chosen <= 1.03 * interpolate(costs.chain, size) * passes_per_token(size, difficulty, 24)
+    for size in range(2, 65):
+        assert chosen <= 1.035 * interpolate(costs.chain, size) * passes_per_token(size, difficulty, 24)
 
 
 @pytest.mark.parametrize(("captured", "policy"), [(True, Adjacency), (False, Cost)])

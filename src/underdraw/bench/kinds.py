@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from underdraw.bench.presets import PLAIN
-from underdraw.bench.sections import Record, Section, Table, machine_label
+from underdraw.bench.sections import Record, Section, Table, machine_label, percent
 
 LABELS = {
     "plain": "plain background",
@@ -75,4 +75,22 @@ def replay_sections(record: Record) -> list[Section]:
         f"{record['model']}, {record['dtype']}, {machine['device']}, torch {machine['torch']}, commit "
         f"{str(machine['commit'])[:12]}; plain decoding {record['plain_ms']:.2f} ms per token."
     )
-    return [Section("Replay at another size", text, Table(columns, table), f"Replayed: {record['note']}.")]
+    replayed = Section("Replay at another size", text, Table(columns, table), f"Replayed: {record['note']}.")
+    return [replayed, *_cost_sections(record.get("costs"))]
+
+
+def _cost_sections(costs: Record | None) -> list[Section]:
+    """What passes of every size cost, and what drafting a Jacobi chain or tree adds to them."""
+    if not costs:
+        return []
+    forced, chain, tree = (dict(costs[name]) for name in ("forced", "chain", "tree"))
+    plain, rows = forced[1], []
+    for size, ms in forced.items():
+        cells = [str(size), f"{ms:.2f} ms"]
+        for drafted in (chain, tree):
+            added = drafted.get(size, ms) - ms
+            cells.append(f"{drafted[size]:.2f} ms ({percent(added / plain, 1)})" if size in drafted else "-")
+        rows.append(cells)
+    note = "In brackets: what growing the draft and keeping its candidates adds, as a share of a plain pass."
+    columns = ("nodes", "pass, nothing drafted", "with a Jacobi chain", "with a Jacobi tree")
+    return [Section("What a Jacobi tree costs", "", Table(columns, rows), note)]

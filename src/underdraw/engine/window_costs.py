@@ -21,8 +21,8 @@ from underdraw.policies.fixed import Chain, NoTree
 from underdraw.policies.trunk import Trunk
 from underdraw.protocols import TreePolicy
 
-CPU_SIZES, GPU_SIZES = (1, 12, 18, 24, 32, 64), (1, 8, 16, 32, 64, 128)
-TREE_SIZES = (32, 64, 128)  # smaller trees accept less than chains
+CPU_SIZES, GPU_SIZES = (1, 2, 4, 8, 12, 18, 24, 32, 64), (1, 8, 16, 32, 64, 128)
+TREE_SIZES = (16, 32, 64, 128)  # smaller trees accept less than chains
 _ROUNDS, _WARMUP = 2, 1  # passes of each size; captured passes: prefill, eager run and capture come first
 _CAPTURED_ROUNDS, _CAPTURED_WARMUP = 5, 3
 _MAX_DECODES = 12  # pictures of few cells end before all sizes have had their turn

@@ -25,6 +25,8 @@ from underdraw.plan import MAX_NODES, bucket_size
 from underdraw.protocols import CapturableDraft, DraftRequest, Guidance, PassConfig, VerifiedStep
 from underdraw.tree import DraftTree, ExpandFn, Frontier, grow_tree
 
+Rows = list[int] | slice
+ALL = slice(None)
 _MIN_PENDING = 16  # smallest bucket of pending tokens: a wider pass costs less than capturing one more
 
 
@@ -43,23 +45,14 @@ class PendingTokens:
         features = None if self.features is None else self.features[:, :width]
         return PendingTokens(self.tokens[:, :width], features, self.steps[:, :width], self.counts, host_counts)
 
-    def copy_rows(self, other: PendingTokens, other_rows: list[int], rows: list[int]) -> None:
-        """Overwrite `rows` of these buffers by rows of other pending tokens."""
+    def copy_rows(self, other: PendingTokens, other_rows: Rows = ALL, rows: Rows = ALL) -> None:
+        """Overwrite `rows` of these buffers, in the first columns, by rows of other pending tokens."""
         width = other.tokens.shape[1]
         self.tokens[rows, :width] = other.tokens[other_rows]
         self.steps[rows, :width] = other.steps[other_rows]
         self.counts[rows] = other.counts[other_rows]
         if self.features is not None and other.features is not None:
             self.features[rows, :width] = other.features[other_rows]
-
-    def fill(self, other: PendingTokens) -> None:
-        """Copy pending tokens into the first columns of these buffers."""
-        width = other.tokens.shape[1]
-        self.tokens[:, :width].copy_(other.tokens)
-        self.steps[:, :width].copy_(other.steps)
-        self.counts.copy_(other.counts)
-        if self.features is not None and other.features is not None:
-            self.features[:, :width].copy_(other.features)
 
 
 class NetworkDraftSession(CapturableDraft):
@@ -176,7 +169,7 @@ class NetworkDraftSession(CapturableDraft):
         if not self.is_prompt_pending:
             counts, width = list(self.host_pending_counts), max(width, self.pending.tokens.shape[1])
             if self.pending_width is None:
-                buffers.fill(self.pending)  # of an eager pass
+                buffers.copy_rows(self.pending)  # of an eager pass
         buffers.copy_rows(source.pending, there, rows)
         for row, source_row in zip(rows, there, strict=True):
             counts[row] = source.host_pending_counts[source_row]
@@ -255,7 +248,7 @@ class NetworkDraftSession(CapturableDraft):
             self.host_pending_counts = pending.host_counts
         else:
             assert self.buffers is not None
-            self.buffers.fill(pending)
+            self.buffers.copy_rows(pending)
 
     def logits(self, features: Tensor) -> Tensor:
         """(R, W, D) -> (B, W, K) with guidance applied."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ from underdraw.sampling import Sampler
 from underdraw.verifiers.exact import Exact
 
 log = logging.getLogger(__name__)
+C = TypeVar("C")
 AUTO = "auto"
 MAX_BATCH = 4  # larger batches use the costs of this one, scaled for Jacobi drafters
 SLOWDOWN = 1.25  # the largest ratio of a pass with a tree to a plain pass
@@ -160,18 +161,14 @@ def measure_windows_again(
 
 def read_windows(name: str, file: Path | None = None) -> WindowCosts | None:
     """The stored costs of Jacobi chains and trees of `Workload.name`, if there are any."""
-    file = file or costs_file()
-    row = _read_stored(file).get(name)
-    if row is None:
-        return None
-    try:
+
+    def parse(row: dict[str, Any]) -> WindowCosts:
         chain, tree = (tuple((int(size), float(ms)) for size, ms in row[key]) for key in ("chain", "tree"))
         costs = WindowCosts(chain, tree, int(row["batch"]), float(row["spread"]), int(row["attempts"]))
         costs.policy()  # checks the values
         return costs
-    except (ValueError, KeyError, TypeError, OverflowError, ConfigError) as error:
-        log.warning("the costs of %s in %s are damaged (%s); measuring again", name, file, error)
-        return None
+
+    return _read_entry(name, file or costs_file(), parse)
 
 
 def tree_within_budget(costs: PassCosts) -> TreePolicy:
@@ -239,16 +236,22 @@ def costs_file() -> Path:
 
 def read_costs(name: str, file: Path | None = None) -> PassCosts | None:
     """The stored costs of `Workload.name`, if there are any."""
-    file = file or costs_file()
-    row = _read_stored(file).get(name)
-    if row is None:
-        return None
-    try:
+
+    def parse(row: dict[str, Any]) -> PassCosts:
         costs = PassCosts(**{**row, "curve": _rounded(row["curve"]), "levels": _rounded(row["levels"])})
         Cost(costs.plain, costs.base, costs.node, costs.level)  # checks the values
         if not all(0 <= spent < math.inf for _, spent in (*costs.curve, *costs.levels)):
             raise ValueError("a cost is negative or not finite")
         return costs
+
+    return _read_entry(name, file or costs_file(), parse)
+
+
+def _read_entry(name: str, file: Path, parse: Callable[[dict[str, Any]], C]) -> C | None:
+    """An entry of the file of costs; None if it is missing or damaged."""
+    row = _read_stored(file).get(name)
+    try:
+        return None if row is None else parse(row)
     except (ValueError, KeyError, TypeError, OverflowError, ConfigError) as error:
         log.warning("the costs of %s in %s are damaged (%s); measuring again", name, file, error)
         return None

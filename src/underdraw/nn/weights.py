@@ -21,25 +21,13 @@ from torch import Tensor
 
 from underdraw.errors import CheckpointError
 from underdraw.io import atomic_write, check_regular, open_regular, parse_json, path_inside, remove_unfinished
-from underdraw.nn.quantized_weight import QuantizedWeight
+from underdraw.nn.quantized_weight import QuantizedWeight, quantize
 
 MAX_HEADER_BYTES = 10**8  # of a safetensors file, as the format says
 SHARD_BYTES = 15 * 2**20
 SCALE = ".scale"  # ends the names of the scales of int8 matrices
 MAX_SHARDS = 10**4
 _MIN_INT8_VALUES = 4096  # smaller tensors stay in bfloat16
-
-
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Int8 values, rounded to nearest, and a float32 scale per row (first dimension)."""
-    rows = weight.detach().float().flatten(1)
-    scale = rows.abs().amax(1).clamp(min=1e-12) / 127
-    return (rows / scale[:, None]).round().to(torch.int8).view(weight.shape), scale
-
-
-def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
-    """The float32 weight of `quantize_rows`."""
-    return values.float() * scale.view(-1, *[1] * (values.ndim - 1))
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -121,7 +109,8 @@ def _to_stored(state: Mapping[str, Tensor], precision: Literal["bf16", "int8"]) 
     stored: dict[str, Tensor] = {}
     for name, value in state.items():
         if precision == "int8" and value.ndim >= 2 and value.numel() >= _MIN_INT8_VALUES:
-            stored[name], stored[name + SCALE] = (part.cpu().contiguous() for part in quantize_rows(value))
+            rows, stored[name + SCALE] = quantize(value.flatten(1), "int8").to_stored()
+            stored[name] = rows.view(value.shape)
         else:
             stored[name] = value.detach().to("cpu", torch.bfloat16).contiguous()
     return stored
@@ -173,12 +162,18 @@ def load_stored_weights(
 
 def _split_quantized(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
     """Stored tensors in float32, and quantised matrices as they are."""
-    scales = {name.removesuffix(SCALE): state.pop(name) for name in list(state) if name.endswith(SCALE)}
-    quantized = {name: QuantizedWeight.from_stored(state.pop(name), scale)
-                 for name, scale in scales.items() if state[name].ndim == 2}  # fmt: skip
-    weights = {
-        name: dequantize_rows(value, scales[name]) if name in scales else value.float() for name, value in state.items()
-    }
+    weights, quantized = {}, {}
+    for name, value in state.items():
+        if name + SCALE in state:
+            weight = QuantizedWeight.from_stored(value.flatten(1), state[name + SCALE])
+            if value.ndim == 2:
+                quantized[name] = weight
+            else:
+                weights[name] = weight.dequantize().reshape(value.shape)
+        elif not name.endswith(SCALE):
+            weights[name] = value.float()
+        elif name.removesuffix(SCALE) not in state:
+            raise KeyError(name.removesuffix(SCALE))
     return weights, quantized
 
 

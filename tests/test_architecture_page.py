@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from underdraw.cli.app import main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "underdraw"
@@ -44,11 +48,48 @@ def test_hop_exists(file: str, function: str) -> None:
     assert function in defined_names(PACKAGE / file)
 
 
+def test_walk_is_what_happens(small_model: Path, tmp_path: Path) -> None:
+    """The calls of `underdraw generate` contain the hops in this order."""
+    calls: list[tuple[str, str]] = []
+    lines = {}  # of a hop's definition: (file, line) -> hop
+    for file, function in HOPS:
+        *classes, name = function.split(".")
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+            body = [node] if not classes else node.body if getattr(node, "name", None) == classes[0] else []
+            for item in body:
+                if isinstance(item, ast.FunctionDef) and item.name == name:
+                    start = min([item.lineno, *(decorator.lineno for decorator in item.decorator_list)])
+                    lines[str(PACKAGE / file), start] = (file, function)
+
+    def record(frame: Any, event: str, _: Any) -> None:
+        hop = lines.get((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+        if event == "call" and hop is not None:
+            calls.append(hop)
+
+    image = tmp_path / "fox.png"
+    words = ["generate", "fox", "-m", small_model, "--drafter", "jacobi-tree", "--device", "cpu", "-o", image]
+    sys.setprofile(record)
+    try:
+        code = main(list(map(str, words)))
+    finally:
+        sys.setprofile(None)
+    assert code == 0 and image.exists()
+    remaining = iter(calls)
+    missing = [hop for hop in HOPS if hop not in remaining]  # `in` reads the iterator up to the hop
+    assert not missing, missing
+
+
 def test_folders_of_the_page_are_those_of_the_package() -> None:
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert set(re.findall(r"^\| `(\w+)/` \|", ARCHITECTURE, re.M)) == folders
     modules = {path.stem for path in PACKAGE.glob("[a-z]*.py")} - {"constants", "extras"}
     assert modules <= set(re.findall(r"`(\w+)`", ARCHITECTURE))
+
+
+@pytest.mark.parametrize(("folder", "lines"), re.findall(r"^\| `(\w+)/` \|.*\| ([\d,]+) \|$", ARCHITECTURE, re.M))
+def test_size_of_the_folders_is_about_true(folder: str, lines: str) -> None:
+    count = sum(len(file.read_text().splitlines()) for file in (PACKAGE / folder).rglob("*.py"))
+    assert abs(count - int(lines.replace(",", ""))) < max(100, 0.3 * count)
 
 
 def test_tests_of_the_invariants_exist() -> None:

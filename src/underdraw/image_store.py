@@ -12,17 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from underdraw.errors import ConfigError
-from underdraw.io import (
-    MAX_JSON_BYTES,
-    FolderLock,
-    JsonlStore,
-    atomic_write,
-    check_regular,
-    open_regular,
-    parse_json,
-    read_bytes,
-    read_json,
-)
+from underdraw.io import FolderLock, JsonlStore, atomic_write, check_regular, read_bytes, read_json
 from underdraw.shards import Format, StoredImage, check_row, find_shards, read_shard, shard_name, write_shard
 
 METADATA_FILE = "metadata.jsonl"
@@ -245,22 +235,7 @@ def _is_whole(path: Path) -> bool:
 
 def complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Offset and row of every complete line of metadata.jsonl; a damaged line is an error that names its number."""
-    if not path.exists():
-        return
-    offset = 0
-    with open_regular(path, "rows of images") as file:
-        for number, line in enumerate(iter(lambda: file.readline(MAX_JSON_BYTES), b""), start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                row = parse_json(line)
-                validate_row(row)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ConfigError(
-                    f"line {number} of {path} is damaged; delete that line, or start again with --force."
-                ) from None
-            yield offset, row
-            offset += len(line)
+    return JsonlStore(path, validate_row).scan()
 
 
 def validate_row(row: Mapping[str, Any]) -> None:

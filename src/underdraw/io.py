@@ -317,17 +317,23 @@ class JsonlStore:
 
     def read(self, *, skip_damaged: bool = False) -> list[dict[str, Any]]:
         """All complete rows, once each. A damaged line is an error that names its number, or is left out."""
-        rows: dict[Hashable, dict[str, Any]] = {}
+        scanned = self.scan(skip_damaged=skip_damaged)
+        return list({offset if self._key is None else self._key(row): row for offset, row in scanned}.values())
+
+    def scan(self, *, skip_damaged: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Offset and content of every complete row, as a stream."""
+        offset = 0
         for number, line in enumerate(self._lines(), start=1):
             try:
                 row = self._parse(line)
-                rows[number if self._key is None else self._key(row)] = row
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 if not skip_damaged:
                     raise ConfigError(
                         f"line {number} of {self.path} is damaged; delete that line, or start again with --force."
                     ) from None
-        return list(rows.values())
+            else:
+                yield offset, row
+            offset += len(line)
 
     def resume(self, keep: Callable[[dict[str, Any]], bool] | None = None) -> list[dict[str, Any]]:
         """`read`, and remove from the file a cut-off last line, repeated rows and those that `keep` rejects."""

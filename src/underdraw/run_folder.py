@@ -101,14 +101,7 @@ class RunFolder:
         saved = None if restart else self._wait_for_settings()
         if saved is None:
             return
-        old = saved["settings"]
-        changed = [key for key in {**old, **settings} if old.get(key) != settings.get(key)]
-        if changed:
-            details = ", ".join(f"{key} {old.get(key)!r}, not {settings.get(key)!r}" for key in changed[:3])
-            raise ConfigError(
-                f"{self.folder} holds a run with other settings ({details}); choose a new folder, or add --force to "
-                "start again."
-            )
+        check_same_settings(self.folder, saved["settings"], settings)
         self._resume()
         self._saved = saved
 
@@ -276,6 +269,16 @@ class RunFolder:
         if layout.format == "folder":
             return ImageFiles(self.folder, f"metadata{self._suffix}.jsonl")
         return Shards(self.folder, layout)
+
+
+def check_same_settings(folder: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise unless a run that is to be resumed has the settings that it was started with."""
+    changed = [key for key in {**saved, **settings} if saved.get(key) != settings.get(key)]
+    if changed:
+        details = ", ".join(f"{key} {saved.get(key)!r}, not {settings.get(key)!r}" for key in changed[:3])
+        raise ConfigError(
+            f"{folder} holds a run with other settings ({details}); choose a new folder, or add --force to start again."
+        )
 
 
 def _validate_timing(row: Mapping[str, Any]) -> None:

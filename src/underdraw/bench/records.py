@@ -231,38 +231,42 @@ SUBJECT_SETS = {
 SUBJECT_SOURCES = {"drawn": "generated", "true": "true pictures", "coded": "true pictures after the tokenizer"}
 
 
+def _with_settings(record: Record, text: str, table: Table) -> list[Section]:
+    """One section: the text, what was used (model settings and machine), and the table."""
+    return [Section(text=f"{text} {describe_settings(record['settings'], record['machine'])}", table=table)]
+
+
 def _subjects(record: Record) -> list[Section]:
-    settings = record["settings"]
     text = (
         f"Rank of the requested subject among {record['candidates']} "
         f"({record['held_out_candidates']} of them held out) by the nearest of {record['gallery']} true pictures in "
-        f"the features of {record['network']}; temperature {settings['temperature']:g}, seed {record['seed']}. "
-        f"{describe_settings(settings, record['machine'])}"
+        f"the features of {record['network']}; temperature {record['settings']['temperature']:g}, seed "
+        f"{record['seed']}."
     )
-    columns = (
-        "pictures", "count", "top-1", "top-5", "median rank", "top-1, other styles", "top-5, other styles",
-        "correct background colour",
-    )  # fmt: skip
+    columns: dict[str, Cell] = {
+        "pictures": "{name}",
+        "count": "{ranked}",
+        "top-1": lambda row: percent(row["top1"]),
+        "top-5": lambda row: percent(row["top5"]),
+        "median rank": "{median_rank:g}",
+        "top-1, other styles": lambda row: percent(row["other_top1"]),
+        "top-5, other styles": lambda row: percent(row["other_top5"]),
+        "correct background colour": lambda row: percent(row["colour"]),
+    }
     chance = record["chance"]
-    top1, top5 = percent(chance["top1"]), percent(chance["top5"])
-    rows = [["random guess", "", top1, top5, f"{chance['median_rank']:g}", top1, top5, percent(chance["colour"])]]
-    for subjects in record["sets"]:
-        for source, name in SUBJECT_SOURCES.items():
-            if source in subjects:
-                rows.append(_subject_row(f"{SUBJECT_SETS[subjects['set']]}: {name}", subjects[source]))
-    return [Section(text=text, table=Table(columns, rows))]
-
-
-def _subject_row(name: str, result: Record) -> list[str]:
-    shares = [percent(result[key]) for key in ("top1", "top5", "other_top1", "other_top5", "colour")]
-    return [name, str(result["ranked"]), *shares[:2], f"{result['median_rank']:g}", *shares[2:]]
+    others = {"other_top1": chance["top1"], "other_top5": chance["top5"]}
+    rows = [{"name": "random guess", "ranked": "", **chance, **others}]
+    rows += [
+        {"name": f"{SUBJECT_SETS[subjects['set']]}: {name}", **subjects[source]}
+        for subjects in record["sets"]
+        for source, name in SUBJECT_SOURCES.items()
+        if source in subjects
+    ]
+    return _with_settings(record, text, Table.of(rows, columns))
 
 
 def _targets(record: Record) -> list[Section]:
-    text = (
-        f"{record['prompts']} prompts, {record['repeats']} turns, against plain {PLAIN} in the same turn. "
-        f"{describe_settings(record['settings'], record['machine'])}"
-    )
+    text = f"{record['prompts']} prompts, {record['repeats']} turns, against plain {PLAIN} in the same turn."
     columns: dict[str, Cell] = {
         "T": "{temperature}",
         "target": "{what}",
@@ -270,14 +274,11 @@ def _targets(record: Record) -> list[Section]:
         "measured": "{measured}",
         "reached": lambda check: "yes" if check["reached"] else "no",
     }
-    return [Section(text=text, table=Table.of(record["checks"], columns))]
+    return _with_settings(record, text, Table.of(record["checks"], columns))
 
 
 def _variety(record: Record) -> list[Section]:
-    text = (
-        f"{record['seeds']} seeds of each prompt at temperature {record['temperature']:g}. "
-        f"{describe_settings(record['settings'], record['machine'])}"
-    )
+    text = f"{record['seeds']} seeds of each prompt at temperature {record['temperature']:g}."
     columns: dict[str, Cell] = {
         "kind": "{name}",
         "prompts": "{prompts}",
@@ -285,15 +286,14 @@ def _variety(record: Record) -> list[Section]:
         "entropy, nats per code": "{entropy:.2f}",
         "top-1 probability": lambda entry: percent(entry["top1"]),
     }
-    return [Section(text=text, table=Table.of(record["kinds"], columns))]
+    return _with_settings(record, text, Table.of(record["kinds"], columns))
 
 
 def _colours(record: Record) -> list[Section]:
-    settings, graded = record["settings"], record["prompts"]
+    graded = record["prompts"]
     text = (
         f"{record['obeyed']} of {len(graded)} subjects have mostly the requested colour, measured on the pixels; "
-        f"temperature {settings['temperature']:g}, seeds from {record['seed']}. "
-        f"{describe_settings(settings, record['machine'])}"
+        f"temperature {record['settings']['temperature']:g}, seeds from {record['seed']}."
     )
     rows = []
     for colour in dict.fromkeys(entry["requested"] for entry in graded):
@@ -302,7 +302,7 @@ def _colours(record: Record) -> list[Section]:
         missed = [entry for entry in entries if not entry["obeyed"]]
         others = ", ".join(f"{entry['prompt'].split(',')[0]} ({entry['seen']})" for entry in missed)
         rows.append([colour, f"{obeyed} of {len(entries)}", others])
-    return [Section(text=text, table=Table(("colour", "obeyed", "others (colour seen)"), rows))]
+    return _with_settings(record, text, Table(("colour", "obeyed", "others (colour seen)"), rows))
 
 
 RENDERERS: dict[str, Callable[[Record], list[Section]]] = {

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from underdraw.errors import ConfigError
 from underdraw.history import History, StepResult
-from underdraw.io import atomic_write, check_regular, parse_json, read_json_object
+from underdraw.io import atomic_write, atomic_write_text, check_regular, parse_json, read_json_object
 from underdraw.plan import TreePlan
 from underdraw.sampling import NoiseWindow
 from underdraw.tree import AcceptedPath, DraftTree, Proposal
@@ -55,8 +55,7 @@ class Trace:
         ]
         columns = "accepted depth width branch nodes"
         record = {"kind": TRACE_KIND, "about": self.about, "columns": columns, "passes": passes}
-        with atomic_write(path) as file:
-            file.write((json.dumps(record) + "\n").encode())
+        atomic_write_text(path, json.dumps(record) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Trace:

@@ -21,7 +21,7 @@ from underdraw.bench.sections import FIGURE_TITLES, FIGURES, Section, Table, ind
 from underdraw.bench.summary import SUMMARY, read_summary
 from underdraw.errors import ConfigError
 from underdraw.extras import require_package
-from underdraw.io import atomic_write, read_json, read_text
+from underdraw.io import atomic_write_text, read_json, read_text
 
 REPORT = "report.html"
 BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.S)
@@ -108,8 +108,7 @@ def write_report(folder: Path) -> list[Path]:
         sections = engine_folder_sections(folder)
     else:
         raise ConfigError(f"{folder} holds no benchmark; name a folder written by `underdraw bench --out`.")
-    with atomic_write(folder / REPORT) as file:
-        file.write(to_html(name, sections).encode())
+    atomic_write_text(folder / REPORT, to_html(name, sections))
     return [*figures, folder / REPORT]
 
 
@@ -129,8 +128,7 @@ def update_page(page: Path) -> bool:
     before = read_text(page, "a page")
     after = BLOCK.sub(lambda match: f"{match[1]}\n{_block(page.parent, match[2])}\n\n{match[3]}", before)
     if after != before:
-        with atomic_write(page) as file:
-            file.write(after.encode())
+        atomic_write_text(page, after)
     return after != before
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from underdraw.errors import ConfigError
 from underdraw.io import JsonlStore, atomic_write_json, is_leftover, read_json, remove_unfinished
+from underdraw.run_folder import check_same_settings
 
 RUN, ROWS, CELLS = "run.json", "rows.jsonl", "cells.jsonl"
 
@@ -54,10 +55,11 @@ class ResultFolder:
         """Resume the run in the folder if its settings are the same, or prepare a new one."""
         if (self.path / RUN).is_file() and not overwrite:
             self._load()
-            self._check_unchanged(self.info["settings"], settings)
+            check_same_settings(self.path, self.info["settings"], settings)
             saved: dict[str, Any] = self.info["methods"]
             shared = [name for name in saved if name in methods]
-            self._check_unchanged(
+            check_same_settings(
+                self.path,
                 {name: _without_description(saved[name]) for name in shared},
                 {name: _without_description(methods[name]) for name in shared},
             )
@@ -89,15 +91,6 @@ class ResultFolder:
             self.cells[key] = dict(cells)
         self._row_store.append(row)
         self.rows[key] = dict(row)
-
-    def _check_unchanged(self, saved: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
-        changed = [key for key in {**saved, **requested} if saved.get(key) != requested.get(key)]
-        if changed:
-            details = ", ".join(f"{key} {saved.get(key)!r}, not {requested.get(key)!r}" for key in changed[:2])
-            raise ConfigError(
-                f"{self.path} holds a run with other settings ({details}); "
-                "choose a new folder, or use --force to start again."
-            )
 
     def _load(self) -> None:
         remove_unfinished(self.path)

@@ -18,7 +18,7 @@ from underdraw.bench.presets import PLAIN
 from underdraw.bench.results import ROWS, RUN, PictureKey, ResultFolder
 from underdraw.errors import ConfigError
 from underdraw.extras import require_package
-from underdraw.io import JsonlStore, atomic_write, atomic_write_json, read_json, unpack_grid
+from underdraw.io import JsonlStore, atomic_write_json, atomic_write_text, read_json, unpack_grid
 from underdraw.metrics.two_sample import two_sample
 
 SUMMARY, TABLE, MAPS = "summary.json", "summary.csv", "maps.json"
@@ -166,12 +166,10 @@ def write_summary(folder: ResultFolder) -> dict[str, Any]:
     """Write summary.json, summary.csv and, if there are cells, maps.json; returns the summary."""
     summary = summarise(folder)
     atomic_write_json(folder.path / SUMMARY, summary)
-    with atomic_write(folder.path / TABLE) as file:
-        file.write(to_csv(summary).encode())
+    atomic_write_text(folder.path / TABLE, to_csv(summary))
     if folder.cells:
         maps = ",\n".join(json.dumps(entry) for entry in compute_maps(folder))
-        with atomic_write(folder.path / MAPS) as file:
-            file.write(f"[\n{maps}\n]\n".encode())
+        atomic_write_text(folder.path / MAPS, f"[\n{maps}\n]\n")
     return summary
 
 

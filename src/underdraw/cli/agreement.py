@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from underdraw.cli import options
-from underdraw.cli.measuring import stages
 from underdraw.cli.options import measured_model_option, measured_option
+from underdraw.cli.progress import stages
 from underdraw.plan import MAX_NODES
 
 EXAMPLES = """
@@ -79,20 +79,20 @@ class AgreementOptions:
 
 @app.command(epilog=EXAMPLES)
 @options.grouped
-def agreement(compared: AgreementOptions, passes: options.PassOptions, result: options.ResultOptions) -> None:
+def agreement(comparison: AgreementOptions, pass_options: options.PassOptions, result: options.ResultOptions) -> None:
     """Compare chains and trees with plain decoding, token by token; quantised weights also with full ones."""
     for number in compared.temperature or ():
         options.check_sampling_options(None, number, None, None, None)
     result.check()
-    with stages(f"loading {compared.model}", silent=result.silent) as set_stage:
-        record = _measure(compared, passes, result.save, set_stage)
+    with stages(f"loading {comparison.model}", silent=result.silent) as set_stage:
+        record = _measure(comparison, pass_options, result.save, set_stage)
     drawn, equal = (sum(row[key] for row in record["rows"]) for key in ("pictures", "pictures_equal"))
     result.print_tables(f"{record['model']}: {equal} of {drawn} pictures equal plain decoding", record)
 
 
 def _measure(
-    compared: AgreementOptions,
-    passes: options.PassOptions,
+    comparison: AgreementOptions,
+    pass_options: options.PassOptions,
     save: Callable[[dict[str, Any]], None],
     set_stage: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -100,17 +100,17 @@ def _measure(
     from underdraw.bench.environment import describe_machine
     from underdraw.engine.cuda_graphs import make_graph_cache
 
-    nodes, batches, temperatures = compared.grid()
-    model, pictures = compared.model, compared.pictures
+    nodes, batches, temperatures = comparison.grid()
+    model, pictures = comparison.model, comparison.pictures
     cells = list(bench.settings(nodes, batches))
-    record: dict[str, Any] = {"kind": "matrix", "model": model, "tokens": compared.tokens, "rows": []}
-    for name in compared.dtype or ["auto"]:
-        placement = passes.place(compared.device, name)
+    record: dict[str, Any] = {"kind": "matrix", "model": model, "tokens": comparison.tokens, "rows": []}
+    for name in comparison.dtype or ["auto"]:
+        placement = pass_options.placement(comparison.device, name)
         label = str(placement.dtype).removeprefix("torch.")
         set_stage(f"{model}, {label}")
         subject = bench.load_subject(model, placement, max(pictures, *batches))
-        subject = replace(subject, target=replace(subject.target, numerics=passes.numerics))
-        record.update(weights=placement.weights, numerics=passes.numerics, guidance=subject.guidance)
+        subject = replace(subject, target=replace(subject.target, numerics=pass_options.numerics))
+        record.update(weights=placement.weights, numerics=pass_options.numerics, guidance=subject.guidance)
         record.update(machine=describe_machine(placement.device))
 
         def report(row: dict[str, Any], label: str = label) -> None:
@@ -121,8 +121,8 @@ def _measure(
             )
             save(record)
 
-        graphs = make_graph_cache(placement.device, passes.compile, passes.numerics)
-        bench.measure_matrix(subject, cells, temperatures, pictures, graphs, tokens=compared.tokens, report=report)
+        graphs = make_graph_cache(placement.device, pass_options.compile, pass_options.numerics)
+        bench.measure_matrix(subject, cells, temperatures, pictures, graphs, tokens=comparison.tokens, report=report)
         if placement.weights != "full":
             set_stage(f"{label}, {placement.weights} weights against full ones")
             full = bench.load_subject(model, replace(placement, weights="full"), pictures)

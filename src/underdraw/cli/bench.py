@@ -11,9 +11,9 @@ import typer
 
 from underdraw.bench.presets import PRESETS, Preset, find_preset, method_grid
 from underdraw.cli import options
-from underdraw.cli.measuring import image_counter
 from underdraw.cli.options import OutputOptions, measured_option, output_option
 from underdraw.cli.outputs import check_folder
+from underdraw.cli.progress import image_counter
 from underdraw.errors import ConfigError, UnderdrawError
 from underdraw.extras import require_package
 from underdraw.io import FolderLock
@@ -115,7 +115,7 @@ def bench(
     top_p: options.TopP = None,
     force: Force = False,
     *,
-    placed: options.ModelOptions,
+    model_options: options.ModelOptions,
     output: options.OutputOptions,
 ) -> None:
     """Compare methods with plain autoregression: speed, tokens per pass, memory, identical images. Resumable."""
@@ -127,7 +127,7 @@ def bench(
         require_package(package, "bench", "underdraw bench")
     texts, kinds = _load_prompts(prompts, data)
     default_drafter = drafter[0] if preset is not None and drafter else "auto"
-    loading = {**asdict(placed), "drafter": default_drafter, "verifier": "exact"}
+    loading = {**asdict(model_options), "drafter": default_drafter, "verifier": "exact"}
     pipe, _ = options.load_pipeline(**loading, silent=output.silent)
     from underdraw.bench.runner import BenchPlan
     from underdraw.pipeline import Pipeline

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from underdraw.cli import options
-from underdraw.cli.measuring import stages
 from underdraw.cli.options import measured_model_option, measured_option
+from underdraw.cli.progress import stages
 from underdraw.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ Baseline = Annotated[bool, measured_option("--transformers/--no-transformers", h
 
 
 @dataclass(frozen=True)
-class TimedOptions:
+class TimingOptions:
     """What is timed."""
 
     model: Model = "random:anole-7b"
@@ -75,39 +75,39 @@ class TimedOptions:
 
 @app.command(epilog=EXAMPLES)
 @options.grouped
-def engine(timed: TimedOptions, how: options.PassOptions, result: options.ResultOptions) -> None:
+def engine(timing: TimingOptions, pass_options: options.PassOptions, result: options.ResultOptions) -> None:
     """Time passes of every size against the memory bandwidth bound and transformers, without a checkpoint."""
-    model = timed.model
+    model = timing.model
     if not model.startswith(PREFIX):
         raise ConfigError(f"--model {model} has no published shape; use {PREFIX}anole-7b or another one of --help.")
-    options.check_sampling_options(None, timed.temperature, None, None, None)
+    options.check_sampling_options(None, timing.temperature, None, None, None)
     result.check()
-    traces = _load_traces(timed.replay or [], timed.replay_drafter or [])
+    traces = _load_traces(timing.replay or [], timing.replay_drafter or [])
     with stages(f"loading {model}", silent=result.silent) as set_stage:
         from underdraw.bench.engine import EngineBenchConfig, measure
         from underdraw.engine.cuda_graphs import make_graph_cache
 
-        placement = how.place(timed.device, timed.dtype)
-        if placement.weights != "full" and how.numerics == "fastest":
+        placement = pass_options.placement(timing.device, timing.dtype)
+        if placement.weights != "full" and pass_options.numerics == "fastest":
             raise ConfigError(
-                f"--weights {how.weights} runs with row-invariant numerics; leave out --numerics fastest."
+                f"--weights {pass_options.weights} runs with row-invariant numerics; leave out --numerics fastest."
             )
-        graphs = make_graph_cache(placement.device, how.compile, how.numerics)
+        graphs = make_graph_cache(placement.device, pass_options.compile, pass_options.numerics)
         mode: Any = "off" if graphs is None else "on" if graphs.layer_functions.is_compiled else "capture"
-        if timed.tune and mode != "on":
+        if timing.tune and mode != "on":
             raise ConfigError("--tune needs compiled passes on a GPU; leave it out, or add --numerics fastest.")
         config = EngineBenchConfig(
             model.removeprefix(PREFIX),
             placement,
             mode,
-            timed.batch,
-            timed.passes,
-            temperature=1.0 if timed.temperature is None else timed.temperature,
-            attention_backend=timed.attention,
-            tuned=timed.tune,
-            numerics=how.numerics,
+            timing.batch,
+            timing.passes,
+            temperature=1.0 if timing.temperature is None else timing.temperature,
+            attention_backend=timing.attention,
+            tuned=timing.tune,
+            numerics=pass_options.numerics,
         )
-        record = measure(config, traces, set_stage, baseline=timed.baseline, save=result.save)
+        record = measure(config, traces, set_stage, baseline=timing.baseline, save=result.save)
     plain = record["plain"]
     line = f"{model}: {plain['ms_per_token']:.2f} ms per token, {plain['over_floor']:.2f} times the bandwidth bound"
     result.print_tables(line, record)

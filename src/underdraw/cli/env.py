@@ -56,12 +56,14 @@ def env(
     drafter: options.Drafter = "auto",
     json: Json = False,
     *,
-    placed: options.ModelOptions,
-    how: options.PassOptions,
+    model_options: options.ModelOptions,
+    pass_options: options.PassOptions,
 ) -> None:
     """Print versions, devices and the kernels in use. With --measure, time passes of a model and store their cost."""
     if measure:
-        pipe, _ = options.load_pipeline(**asdict(placed), **asdict(how), drafter=drafter, verifier="exact", silent=json)
+        pipe, _ = options.load_pipeline(
+            **asdict(model_options), **asdict(pass_options), drafter=drafter, verifier="exact", silent=json
+        )
         sections = {"costs": measure_costs(pipe, batch)}
     else:
         sections = {

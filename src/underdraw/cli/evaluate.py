@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from underdraw.cli import options
+from underdraw.cli.progress import open_bar
 from underdraw.errors import ConfigError
 
 EXAMPLES = """
@@ -65,17 +65,13 @@ def evaluate(
     """Compare images (identical? same distribution?) or score them: FID, Inception Score, precision, CLIP, HPSv2."""
     if metrics is None and against is None:
         raise ConfigError("there is nothing to compare with; give --against, or choose metrics with --metrics.")
-    from tqdm import tqdm
-
     from underdraw.metrics.image_quality import Evaluation
     from underdraw.metrics.image_quality import evaluate as compute
 
     names = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
     evaluation = Evaluation(folder, against, names, weights)
     evaluation.check()
-    is_hidden = output.silent or not sys.stderr.isatty()
-    total = evaluation.network_images()
-    with tqdm(total=total, unit="image", file=sys.stderr, disable=is_hidden, leave=False) as bar:
+    with open_bar(evaluation.network_images(), "image", silent=output.silent) as bar:
         record = compute(evaluation, bar.update)
     output.print("\n".join(_lines(record)), record)
 

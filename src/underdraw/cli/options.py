@@ -161,7 +161,7 @@ class PassOptions:
     numerics: Numerics = "row-invariant"
     weights: Weights = "auto"
 
-    def place(self, device: str, dtype: str) -> Placement:
+    def placement(self, device: str, dtype: str) -> Placement:
         """Device, dtype and weight format of a model that was not saved with any."""
         from underdraw.models.loading import resolve_placement
 

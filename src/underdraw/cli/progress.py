@@ -1,4 +1,4 @@
-"""What users see of a command: a progress bar in tokens, and one line or JSON object at the end."""
+"""What users see of a command: progress on a terminal, lines of text elsewhere, one line or JSON object at the end."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ def drafted_tokens(layout: Layout) -> int:
     return layout.stop - layout.start - 1
 
 
-@contextmanager
-def progress_bar(total: int, *, silent: bool, label: str = "") -> Iterator[StepCallback]:
-    """Show a bar of `total` tokens on a terminal; yields the `callback_on_step_end` that advances it."""
+def open_bar(total: int, unit: str, label: str = "", *, silent: bool) -> Any:
+    """A tqdm bar on stderr, hidden where that is no terminal."""
     from tqdm import tqdm
 
     is_hidden = silent or not sys.stderr.isatty()
+    return tqdm(total=total, unit=unit, desc=label or None, file=sys.stderr, disable=is_hidden, leave=False)
+
+
+@contextmanager
+def progress_bar(total: int, *, silent: bool, label: str = "") -> Iterator[StepCallback]:
+    """Show a bar of `total` tokens on a terminal; yields the `callback_on_step_end` that advances it."""
     passes = tokens = 0
-    with tqdm(total=total, unit="tok", desc=label or None, file=sys.stderr, disable=is_hidden, leave=False) as bar:
+    with open_bar(total, "tok", label, silent=silent) as bar:
 
         def advance(_pipe: Any, _index: int, _step: int, details: dict[str, Any]) -> None:
             nonlocal passes, tokens
@@ -48,6 +53,41 @@ def print_result(line: str, record: dict[str, Any], *, as_json: bool, quiet: boo
         print(json.dumps(record))
     elif not quiet:
         print(line)
+
+
+def announce(text: str, *, silent: bool) -> None:
+    """Say what starts, where no bar or spinner will show it."""
+    if not (silent or sys.stderr.isatty()):
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def image_counter(text: str, total: int, *, silent: bool) -> Iterator[Any]:
+    """A tqdm bar that counts images."""
+    announce(f"{text}: {total} images", silent=silent)
+    with open_bar(total, "image", text, silent=silent) as bar:
+        yield bar
+
+
+@contextmanager
+def stages(text: str, *, silent: bool) -> Iterator[Callable[[str], None]]:
+    """Show the current stage and the elapsed time; yields the function that names the next stage."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    start = time.perf_counter()
+    if silent or not sys.stderr.isatty():
+
+        def print_stage(stage: str) -> None:
+            announce(f"{time.perf_counter() - start:6.1f} s: {stage}", silent=silent)
+
+        print_stage(text)
+        yield print_stage
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda stage: progress.update(task, description=stage)
 
 
 class RunProgress:
@@ -69,12 +109,9 @@ class RunProgress:
 
     def start(self, info: ModelInfo, missing: int) -> None:
         """Begin: `missing` images of the model are to be drawn."""
-        from tqdm import tqdm
-
         self._missing = missing
         self._started = self._reported = time.monotonic()
-        total, is_hidden = info.tokens * missing * self._repeats, self._silent or not sys.stderr.isatty()
-        self._bar = tqdm(total=total, unit="tok", file=sys.stderr, disable=is_hidden, leave=False)
+        self._bar = open_bar(info.tokens * missing * self._repeats, "tok", silent=self._silent)
 
     def update(self, event: Event) -> None:
         """Count what a worker reports."""

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from underdraw.cli import options
-from underdraw.cli.measuring import announce, image_counter
 from underdraw.cli.options import measured_option
+from underdraw.cli.progress import announce, image_counter
 
 EXAMPLES = """
 Examples:
@@ -36,7 +36,7 @@ def statistics(
     drafter: options.Drafter = "auto",
     tree: options.Tree = "auto",
     *,
-    placed: options.ModelOptions,
+    model_options: options.ModelOptions,
     result: options.ResultOptions,
 ) -> None:
     """Measure a model's entropy, its drafter's acceptance by rank and depth, and how both correlate with neighbours."""
@@ -47,12 +47,12 @@ def statistics(
     from underdraw.prompts import load_prompts
 
     texts = load_prompts(prompts)[:limit]
-    announce(f"underdraw evaluate statistics: loading {placed.model}", silent=result.silent)
+    announce(f"underdraw evaluate statistics: loading {model_options.model}", silent=result.silent)
     from underdraw.bench.acceptance import measure
     from underdraw.bench.records import record_sections
     from underdraw.bench.report import to_markdown
 
-    loading = {**asdict(placed), "drafter": drafter, "tree": tree, "verifier": "exact"}
+    loading = {**asdict(model_options), "drafter": drafter, "tree": tree, "verifier": "exact"}
     pipe, _ = options.load_pipeline(**loading, silent=result.silent)
     for text in texts:
         pipe.model.check_prompt(text)

@@ -111,7 +111,7 @@ def samples(
     temperature: Temperature = None,
     seed: Seed = 0,
     *,
-    placed: options.ModelOptions,
+    model_options: options.ModelOptions,
 ) -> None:
     """Sample images from a model, or encode image files, for a drafter to learn from.
 
@@ -134,17 +134,17 @@ def samples(
         source = ["--images", str(images)] if prompts is None else ["--prompts", str(prompts), "--count", str(count)]
         heat = [word for value in temperature or () for word in ("--temperature", str(value))]
         words = ["--out", out, "--batch", batch, "--seed", seed]
-        words += [word for name, value in asdict(placed).items() for word in (f"--{name}", value)]
+        words += [word for name, value in asdict(model_options).items() for word in (f"--{name}", value)]
         run_ranks(["train", "samples", *source, *map(str, words), *heat], min(workers, -(-count // batch)))
         written = Samples.load(out)
     elif images is not None:
         pairs = read_captioned_images(images)
-        target = load_target(placed.model, placed.device, placed.dtype, local_rank())
+        target = load_target(model_options.model, model_options.device, model_options.dtype, local_rank())
         written = encode_samples(target, pairs, out, batch=batch, rank=rank)
     else:
         texts = load_prompts(str(prompts))
         repeated = [texts[index % len(texts)] for index in range(count)]
-        target = load_target(placed.model, placed.device, placed.dtype, local_rank())
+        target = load_target(model_options.model, model_options.device, model_options.dtype, local_rank())
         written = generate_samples(
             target, repeated, out, batch=batch, seed=seed, temperatures=temperature or (), rank=rank
         )
@@ -177,7 +177,7 @@ def drafter(
     compile: Compile = "auto",
     seed: Seed = 0,
     *,
-    placed: options.ModelOptions,
+    model_options: options.ModelOptions,
 ) -> None:
     """Train a drafter for a model on its samples. Many GPUs: `accelerate launch -m underdraw train drafter ...`."""
     check_training_options(
@@ -204,7 +204,7 @@ def drafter(
     processes = Processes()
     start_logging(is_main=processes.is_main)
     data = Samples.load(samples)
-    target = load_target(placed.model, processes.device or placed.device, placed.dtype)
+    target = load_target(model_options.model, processes.device or model_options.device, model_options.dtype)
     is_compiled = compile == "on" or (compile == "auto" and target.placement.device.type == "cuda")
     command = f"underdraw {shlex.join(sys.argv[1:])}"
     quality = train_drafter(

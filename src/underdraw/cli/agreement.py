@@ -81,7 +81,7 @@ class AgreementOptions:
 @options.grouped
 def agreement(comparison: AgreementOptions, pass_options: options.PassOptions, result: options.ResultOptions) -> None:
     """Compare chains and trees with plain decoding, token by token; quantised weights also with full ones."""
-    for number in compared.temperature or ():
+    for number in comparison.temperature or ():
         options.check_sampling_options(None, number, None, None, None)
     result.check()
     with stages(f"loading {comparison.model}", silent=result.silent) as set_stage:

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -209,3 +210,24 @@ def test_command_reports_bad_options_and_an_occupied_port(served_model: Path) ->
         other.listen()
         done = call("serve", "--model", served_model, "--port", other.getsockname()[1])
     assert done.code == 2 and "cannot listen on 127.0.0.1 port" in done.err
+
+
+def test_race_after_race_gets_equal_shares(served_model: Path) -> None:
+    """What plain decoding took longer in earlier races does not make it wait in the next one, nor the other way."""
+    pipe = Pipeline.from_pretrained(served_model, drafter="jacobi", tree="chain:depth=2")
+    with run_server(pipe, slots=4) as running:
+        assert post(running, tree="none").status_code == post(running).status_code == 200
+        schedulers, passes = running.engine._schedulers, []
+        steps = {name: entry.scheduler.step for name, entry in schedulers.items()}
+        for name, entry in schedulers.items():
+            entry.scheduler.step = lambda name=name: (passes.append(name), steps[name]())[1]  # type: ignore
+        for ahead, behind in (("none", "auto"), ("auto", "none")):
+            schedulers[ahead].seconds, schedulers[behind].seconds = 50.0, 1.0
+            passes.clear()
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                first = pool.submit(post, running, tree=behind, n=4)
+                while not passes:
+                    time.sleep(0.0005)
+                second = pool.submit(post, running, tree=ahead, n=4)
+                assert first.result().status_code == second.result().status_code == 200
+            assert behind in passes[passes.index(ahead) :], "the one that ran less until now does not run to its end"

@@ -184,9 +184,9 @@ class EngineThread:
                 raise errors.busy(self.retry_after())
             entry = self._scheduler(tree)
             scheduler = entry.scheduler
-            if not scheduler.has_work:  # an idle scheduler saves up no time for later
+            if not scheduler.has_work:  # what it did before counts neither for nor against it
                 busy = [other.seconds for other in self._schedulers.values() if other.scheduler.has_work]
-                entry.seconds = max(entry.seconds, min(busy, default=0.0))
+                entry.seconds = min(busy, default=0.0)
             job = Job(id, scheduler.pipe, request, partial_images, live)
             try:
                 job.images = scheduler.add(request, request_id=id)
@@ -238,6 +238,7 @@ class EngineThread:
         if not self._is_warm:
             try:
                 started = time.perf_counter()
+                log.info("warming up; --no-warm-up skips this")
                 warm_up(self._schedulers["auto"].scheduler, lambda: self._is_draining)
                 self.warm_up_seconds = time.perf_counter() - started
                 self._is_warm = True

@@ -79,7 +79,8 @@ def invalid_body(error: RequestValidationError) -> ApiError:
     reason = reason[:1].lower() + reason[1:].rstrip(".")
     value = problem["input"]
     is_short = isinstance(value, str | int | float) and name not in ("prompt", "negative_prompt")
-    shown = f" {str(value)[:MAX_SHOWN]!r}" if is_short else ""
+    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else str(value)[:MAX_SHOWN]
+    shown = f" {text}" if is_short else ""
     return ApiError(400, f"{name}{shown}: {reason}.", param=name, code="invalid_value")
 
 

@@ -74,7 +74,7 @@ export class Sheet {
     this.maps.entropy.push(...pass.entropy);
     this.passes.push(pass);
     this.last = { first, kept: this.drawn - first, depth: pass.depth };
-    this.count.textContent = `${this.drawn} / ${this.cells}, ${this.passes.length} passes`;
+    this.count.textContent = `${this.drawn} / ${this.cells}, ${this.passes.length} pass${this.passes.length === 1 ? "" : "es"}`;
     this.describe(`Drawing: ${this.drawn} of ${this.cells} cells`);
     this.render();
   }

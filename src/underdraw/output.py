@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -56,6 +56,10 @@ class Stats:
             mean_depth=mean("mean_depth"),
             mean_nodes=mean("mean_nodes"),
         )
+
+    def to_record(self) -> dict[str, Any]:
+        """The statistics for result files, floats with four decimals."""
+        return {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,10 +118,6 @@ def _shown(shown: Sequence[Any], total: Sequence[Any]) -> str:
     return "" if len(shown) == len(total) else f", {len(shown)} of {len(total)} methods"
 
 
-def _wrapped(text: str, width: int = 24) -> str:
-    return "\n".join(textwrap.wrap(text, width))
-
-
 def _title(figure: Any, title: str, source: str) -> None:
     figure.suptitle(f"{title}\n{source}", fontsize=9)
 
@@ -195,7 +191,7 @@ def _cell_maps(column: str, title: str) -> Callable[[Any, FigureData], Any]:
             band, position = divmod(index, MAPS_PER_ROW)
             mean, first = axes[2 * band][position], axes[2 * band + 1][position]
             image = mean.imshow(entry["mean"][column], norm=norm)
-            mean.set_title(f"{_wrapped(data.label(entry['method']))}\nmean over pictures", fontsize=7)
+            mean.set_title(f"{textwrap.fill(data.label(entry['method']), 24)}\nmean over pictures", fontsize=7)
             _overlay(pyplot, first, np.array(entry["first"][column]), norm, picture)
             first.set_title("first picture", fontsize=7)
         _title(figure, f"{title}, T = {data.max_temperature:g}{_shown(shown, entries)}", data.source)

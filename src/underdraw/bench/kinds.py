@@ -23,7 +23,7 @@ NOTE = (
 )
 
 
-def kinds_sections(summary: Record, *, caption: bool = True) -> list[Section]:
+def kinds_sections(summary: Record) -> list[Section]:
     """One table per temperature, the highest first; nothing for runs without kinds."""
     entries = [entry for entry in summary["entries"] if entry.get("kinds")]
     settings, machine = summary["settings"], summary.get("machine")
@@ -34,7 +34,7 @@ def kinds_sections(summary: Record, *, caption: bool = True) -> list[Section]:
         text = f"Model {settings['model']}, temperature {temperature:g}, {pictures} pictures"
         if machine:
             text += f"; {settings['dtype']}, guidance {settings['guidance']:g}, {machine_label(machine)}"
-        sections.append(Section(text=f"{text}.", table=_table(shown), note=NOTE if caption else ""))
+        sections.append(Section(text=f"{text}.", table=_table(shown), note=NOTE))
     return sections
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from underdraw.cli.options import load_pipeline
 from underdraw.cli.progress import RunProgress
-from underdraw.cli.records import rounded, summary_line
+from underdraw.cli.records import summary_line
 from underdraw.distributed.planned_images import WorkerOptions, Workers
 from underdraw.distributed.ranks import current_rank, local_rank
 from underdraw.distributed.run import RunResult, RunSpec, draw_run
@@ -185,14 +185,14 @@ def _totals(run: RunFolder) -> dict[str, Any]:
     seconds, plain_seconds = run.seconds()
     totals: dict[str, Any] = {
         "pictures": int(sums["pictures"]),
-        "seconds": rounded(seconds),
+        "seconds": round(seconds, 4),
         "passes": int(sums["passes"]),
         "tokens": int(sums["tokens"]),
-        "tokens_per_pass": rounded(sums["tokens"] / passes),
-        "mean_depth": rounded(sums["mean_depth"] / passes),
-        "mean_nodes": rounded(sums["mean_nodes"] / passes),
+        "tokens_per_pass": round(sums["tokens"] / passes, 4),
+        "mean_depth": round(sums["mean_depth"] / passes, 4),
+        "mean_nodes": round(sums["mean_nodes"] / passes, 4),
     }
     if plain_seconds is not None:
-        speedup = rounded(plain_seconds / seconds) if seconds else None
-        totals |= {"plain_seconds": rounded(plain_seconds), "speedup": speedup, "identical": identical}
+        speedup = round(plain_seconds / seconds, 4) if seconds else None
+        totals |= {"plain_seconds": round(plain_seconds, 4), "speedup": speedup, "identical": identical}
     return totals

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from underdraw.cli.progress import drafted_tokens, progress_bar
 from underdraw.cli.records import (
-    comparison_records,
+    comparison_record,
     load_record,
     median_pass_ms,
     peak_device_bytes,
     pixels_phrase,
-    rounded,
-    stats_record,
     summary_line,
 )
 
@@ -42,8 +40,8 @@ def generate_image(pipe: Pipeline, options: GenerateOptions, load_seconds: float
         "seed": request.seeds[0],
         "model": pipe.model.name,
         "out": str(path),
-        **stats_record(output.stats),
-        "tokens_per_second": rounded(output.stats.tokens / output.stats.seconds),
+        **output.stats.to_record(),
+        "tokens_per_second": round(output.stats.tokens / output.stats.seconds, 4),
         "pass_ms": median_pass_ms(steps),
         "load": loading,
         "peak_device_bytes": peak_device_bytes(pipe),
@@ -53,7 +51,7 @@ def generate_image(pipe: Pipeline, options: GenerateOptions, load_seconds: float
     plain = None
     if options.is_compared:
         plain, plain_steps = _generate(pipe.plain(), request, options, label="plain")
-        record |= comparison_records(output, plain)[0] | {"plain_pass_ms": median_pass_ms(plain_steps)}
+        record |= comparison_record(output, plain) | {"plain_pass_ms": median_pass_ms(plain_steps)}
     _write_images(path, options, output, plain, record)
     if options.trace is not None:
         from underdraw.bench.replay import Trace

@@ -10,7 +10,8 @@ import math
 import shlex
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,14 +20,16 @@ import typer
 from underdraw.cli import options
 from underdraw.cli.outputs import check_folder
 from underdraw.errors import ConfigError
-from underdraw.ranges import check_number, check_seed
+from underdraw.ranges import check_seed
 
 if TYPE_CHECKING:
     from underdraw.models.family import LoadedModel
 
 MAX_SAMPLES, MAX_BATCH = 10**7, 4096
-MAX_COUNTS = {"layers": 64, "depth": 127, "batch": MAX_BATCH}
-INPUT, NET, TRAINING = "Input", "Drafter", "Training"
+MAX_COUNT, MAX_WIDTH = 10**5, 2**16
+input_option = partial(typer.Option, rich_help_panel="Input")
+net_option = partial(typer.Option, rich_help_panel="Drafter")
+training_option = partial(typer.Option, rich_help_panel="Training")
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -38,37 +41,39 @@ app = typer.Typer(
 
 # Options of every training, for the recipes of checkpoints as well.
 Out = Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Continued if it holds unfinished work.")]
-Seconds = Annotated[float, typer.Option(rich_help_panel=TRAINING, help="Budget, evaluation not included.")]
+Seconds = Annotated[float, training_option(help="Budget, evaluation not included.")]
 Pause = Annotated[
     float,
-    typer.Option(rich_help_panel=TRAINING, show_default=False, help="Stop after so many seconds, to continue later."),
+    training_option(show_default=False, help="Stop after so many seconds, to continue later."),
 ]
-Batch = Annotated[int, typer.Option(min=1, rich_help_panel=TRAINING, help="Images per batch.")]
-LearningRate = Annotated[float, typer.Option(rich_help_panel=TRAINING, help="Highest learning rate.")]
-ReportEvery = Annotated[float, typer.Option(rich_help_panel=TRAINING, help="Seconds between log lines.")]
-EvaluateEvery = Annotated[float, typer.Option(rich_help_panel=TRAINING, help="Seconds between evaluations.")]
-Compile = Annotated[
-    Literal["auto", "on", "off"], typer.Option(rich_help_panel=TRAINING, help="torch.compile; auto: on a GPU.")
-]
+Batch = Annotated[int, training_option(min=1, max=MAX_BATCH, help="Images per batch.")]
+LearningRate = Annotated[float, training_option(help="Highest learning rate.")]
+ReportEvery = Annotated[float, training_option(help="Seconds between log lines.")]
+EvaluateEvery = Annotated[float, training_option(help="Seconds between evaluations.")]
+Compile = Annotated[Literal["auto", "on", "off"], training_option(help="torch.compile; auto: on a GPU.")]
 Seed = Annotated[int, typer.Option(min=0, metavar="NUMBER", help="Random seed.")]
 
 # Options of samples.
 Prompts = Annotated[
     str | None,
-    typer.Option("--prompts", metavar="FILE", rich_help_panel=INPUT, help="Text file with one prompt per line."),
+    input_option("--prompts", metavar="FILE", help="Text file with one prompt per line."),
 ]
 Images = Annotated[
     Path | None,
-    typer.Option(
+    input_option(
         metavar="FOLDER",
-        rich_help_panel=INPUT,
         help="Encode these images instead: a folder or shards that `underdraw generate` wrote, with their prompts.",
     ),
 ]
 Count = Annotated[
-    int, typer.Option("--count", min=1, metavar="COUNT", help="Images to sample; fewer prompts are used repeatedly.")
+    int,
+    typer.Option(
+        "--count", min=1, max=MAX_SAMPLES, metavar="COUNT", help="Images to sample; fewer prompts are used repeatedly."
+    ),
 ]
-SampleBatch = Annotated[int, typer.Option(min=1, metavar="COUNT", help="Images sampled at once, and per file.")]
+SampleBatch = Annotated[
+    int, typer.Option(min=1, max=MAX_BATCH, metavar="COUNT", help="Images sampled at once, and per file.")
+]
 Workers = Annotated[
     int, typer.Option(min=1, metavar="COUNT", help="Processes that sample, each with a GPU or a share of the cores.")
 ]
@@ -78,25 +83,21 @@ Temperature = Annotated[
 ]
 
 # Options of the drafter.
-SamplesFolder = Annotated[
-    Path, typer.Option(metavar="FOLDER", rich_help_panel=INPUT, help="Folder that `underdraw train samples` wrote.")
-]
-HeldOut = Annotated[int, typer.Option(min=1, rich_help_panel=INPUT, help="Texts of the samples kept for evaluation.")]
-KeepFeatures = Annotated[
-    bool, typer.Option("--keep-features", rich_help_panel=INPUT, help="Cache the target's features with the samples.")
-]
+SamplesFolder = Annotated[Path, input_option(metavar="FOLDER", help="Folder that `underdraw train samples` wrote.")]
+HeldOut = Annotated[int, input_option(min=1, max=MAX_COUNT, help="Texts of the samples kept for evaluation.")]
+KeepFeatures = Annotated[bool, input_option("--keep-features", help="Cache the target's features with the samples.")]
 Kind = Annotated[
     Literal["eagle", "block"],
-    typer.Option(rich_help_panel=NET, help="eagle drafts level by level, block all levels in one pass."),
+    net_option(help="eagle drafts level by level, block all levels in one pass."),
 ]
-Layers = Annotated[int, typer.Option(min=1, rich_help_panel=NET, help="Decoder layers.")]
-Ffn = Annotated[int, typer.Option(min=0, rich_help_panel=NET, help="Width of the MLP; 0: as the target.")]
-KvHeads = Annotated[int, typer.Option(min=0, rich_help_panel=NET, help="KV heads; 0: as the target.")]
-MarkovDim = Annotated[int, typer.Option(min=1, rich_help_panel=NET, help="Width of a block drafter's Markov head.")]
-Depth = Annotated[int, typer.Option(min=1, rich_help_panel=NET, help="Tokens to look ahead.")]
-Accumulate = Annotated[int, typer.Option(min=1, rich_help_panel=TRAINING, help="Batches per optimiser step.")]
-Roots = Annotated[int, typer.Option(min=1, rich_help_panel=TRAINING, help="Draft trees per image (block only).")]
-EvaluateImages = Annotated[int, typer.Option(min=1, rich_help_panel=TRAINING, help="Held-out samples per evaluation.")]
+Layers = Annotated[int, net_option(min=1, max=64, help="Decoder layers.")]
+Ffn = Annotated[int, net_option(min=0, max=MAX_WIDTH, help="Width of the MLP; 0: as the target.")]
+KvHeads = Annotated[int, net_option(min=0, max=MAX_WIDTH, help="KV heads; 0: as the target.")]
+MarkovDim = Annotated[int, net_option(min=1, max=MAX_COUNT, help="Width of a block drafter's Markov head.")]
+Depth = Annotated[int, net_option(min=1, max=127, help="Tokens to look ahead.")]
+Accumulate = Annotated[int, training_option(min=1, max=MAX_COUNT, help="Batches per optimiser step.")]
+Roots = Annotated[int, training_option(min=1, max=MAX_COUNT, help="Draft trees per image (block only).")]
+EvaluateImages = Annotated[int, training_option(min=1, max=MAX_COUNT, help="Held-out samples per evaluation.")]
 
 
 @app.command(epilog="Example: underdraw train samples --prompts prompts.txt --count 2000 --batch 16 --out samples")
@@ -119,8 +120,6 @@ def samples(
     """
     if (prompts is None) == (images is None):
         raise ConfigError("give either --prompts FILE to sample images, or --images FOLDER to encode them.")
-    check_number("--count", count, 1, MAX_SAMPLES)
-    check_number("--batch", batch, 1, MAX_BATCH)
     check_seed(seed, count)
     for number in temperature or []:
         options.check_sampling_options(None, number, None, None, None)
@@ -152,55 +151,50 @@ def samples(
     print(f"{out}: {len(written)} samples of {len(set(written.texts))} texts, {seconds:.1f} s")
 
 
+@dataclass(frozen=True)
+class DrafterGroup:
+    """The options that become `training.drafter.DrafterOptions`, which imports torch."""
+
+    kind: Kind = "block"
+    layers: Layers = 2
+    ffn: Ffn = 0
+    kv_heads: KvHeads = 0
+    markov_dim: MarkovDim = 128
+    depth: Depth = 12
+    seconds: Seconds = 300.0
+    pause: Pause = math.inf
+    batch: Batch = 32
+    accumulate: Accumulate = 1
+    learning_rate: LearningRate = 1e-3
+    roots: Roots = 24
+    report_every: ReportEvery = 15.0
+    evaluate_every: EvaluateEvery = 60.0
+    evaluate_images: EvaluateImages = 16
+    seed: Seed = 0
+
+
 @app.command(epilog="Example: underdraw train drafter --samples samples --out drafter --seconds 3600")
 @options.grouped
 def drafter(
     samples: SamplesFolder,
     out: Out,
-    kind: Kind = "block",
-    layers: Layers = 2,
-    ffn: Ffn = 0,
-    kv_heads: KvHeads = 0,
-    markov_dim: MarkovDim = 128,
-    depth: Depth = 12,
     held_out: HeldOut = 64,
     keep_features: KeepFeatures = False,
-    seconds: Seconds = 300.0,
-    pause: Pause = math.inf,
-    batch: Batch = 32,
-    accumulate: Accumulate = 1,
-    learning_rate: LearningRate = 1e-3,
-    roots: Roots = 24,
-    report_every: ReportEvery = 15.0,
-    evaluate_every: EvaluateEvery = 60.0,
-    evaluate_images: EvaluateImages = 16,
     compile: Compile = "auto",
-    seed: Seed = 0,
     *,
+    drafter_options: DrafterGroup,
     model_options: options.ModelOptions,
 ) -> None:
     """Train a drafter for a model on its samples. Many GPUs: `accelerate launch -m underdraw train drafter ...`."""
-    check_training_options(
-        seconds=seconds, pause=pause, learning_rate=learning_rate, report_every=report_every,
-        evaluate_every=evaluate_every,
-    )  # fmt: skip
-    counts = {"layers": layers, "depth": depth, "batch": batch, "accumulate": accumulate, "roots": roots}
-    counts |= {"markov-dim": markov_dim, "held-out": held_out, "evaluate-images": evaluate_images}
-    for name, value in counts.items():
-        check_number(f"--{name}", value, 1, MAX_COUNTS.get(name, 10**5))
-    for name, value in {"ffn": ffn, "kv-heads": kv_heads}.items():
-        check_number(f"--{name}", value, 0, 2**16)
-    check_seed(seed)
+    floats = ("seconds", "pause", "learning_rate", "report_every", "evaluate_every")
+    check_training_options(**{name: getattr(drafter_options, name) for name in floats})
+    check_seed(drafter_options.seed)
     check_folder(out)
     from underdraw.training.drafter import DrafterOptions, train_drafter
     from underdraw.training.samples import Samples
     from underdraw.training.trainer import Processes
 
-    settings = DrafterOptions(
-        kind=kind, layers=layers, ffn=ffn, kv_heads=kv_heads, markov_dim=markov_dim, depth=depth, seconds=seconds,
-        pause=pause, batch=batch, accumulate=accumulate, learning_rate=learning_rate, roots=roots,
-        report_every=report_every, evaluate_every=evaluate_every, evaluate_images=evaluate_images, seed=seed,
-    )  # fmt: skip
+    settings = DrafterOptions(**asdict(drafter_options))
     processes = Processes()
     start_logging(is_main=processes.is_main)
     data = Samples.load(samples)

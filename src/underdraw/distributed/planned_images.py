@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from underdraw.prompts import PromptRow
+from underdraw.shards import EXTRA_COLUMN, KINDS
 
 SEED_BITS = 62
 REPEAT_STRIDE = 2**32  # between the seeds of a numbered prompt's images: more than any file has lines
@@ -149,11 +150,7 @@ def make_row(drawn: DrawnImage, info: ModelInfo) -> dict[str, Any]:
     return {**row, **output_columns(image.columns)}
 
 
-RESERVED = frozenset(
-    ("image", "file_name", "index", "id", "repeat", "prompt", "seed", "model", "revision", "settings", "versions",
-     "passes", "tokens", "tokens_per_pass", "mean_depth", "mean_nodes", "plain_passes", "identical", "codes",
-     "extra_columns")
-)  # fmt: skip
+RESERVED = frozenset(("image", "file_name", EXTRA_COLUMN, *KINDS))  # columns of the output
 
 
 def output_columns(columns: Mapping[str, Any]) -> dict[str, Any]:

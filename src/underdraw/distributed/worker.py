@@ -33,7 +33,7 @@ from underdraw.registry import policies
 SAMPLE_PROMPT = "red fox"  # also a class of ImageNet, for models that draw classes
 HASHED_BYTES = 2**16  # at both ends of a file of weights
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-DIGITS = 4  # of statistics in rows
+DIGITS = 4  # of seconds
 
 
 @dataclasses.dataclass(slots=True)
@@ -176,8 +176,8 @@ class ImageWorker:
             return []
         history = (drawing.fast or scheduled).history
         pixels = self.pipe.decode_images([history])[0]
-        stats = dataclasses.asdict(Stats.of([history], 0.0))
-        record = {key: _rounded(value) for key, value in stats.items() if key != "seconds"}
+        record = Stats.of([history], 0.0).to_record()
+        del record["seconds"]  # differs from run to run
         if drawing.fast is not None:
             plain = self.pipe.decode_images([scheduled.history])[0]
             record |= {"plain_passes": scheduled.history.passes, "identical": pixels.tobytes() == plain.tobytes()}
@@ -191,9 +191,9 @@ class ImageWorker:
         events: list[Event] = []
         while self._encoding and (wait or self._encoding[0][2].done()):
             drawing, record, future = self._encoding.pop(0)
-            timing = {"seconds": _rounded(drawing.seconds)}
+            timing = {"seconds": round(drawing.seconds, DIGITS)}
             if drawing.fast is not None:
-                timing["plain_seconds"] = _rounded(drawing.plain_seconds)
+                timing["plain_seconds"] = round(drawing.plain_seconds, DIGITS)
             events.append(DrawnImage(drawing.image, future.result(), record, timing))
         return events
 
@@ -203,10 +203,6 @@ def _failed(image: PlannedImage, error: Exception) -> FailedImage:
     if not isinstance(error, UnderdrawError):
         reason = f"{type(error).__name__}: {reason}"
     return FailedImage(image, " ".join(reason.split()), isinstance(error, ConfigError))
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, DIGITS) if isinstance(value, float) else value
 
 
 def worker_device(device: str, number: int) -> str:

@@ -196,7 +196,7 @@ def test_timing_does_not_change_the_picture(pipe: Pipeline) -> None:
     """The timed drafter gives the same picture in the same passes."""
     plan = BenchPlan((Method("tree", TREE),), (1.0,), ["a red fox"])
     bench = Bench(pipe, plan, {})
-    method, key = next((m, k) for m, k in plan.pictures() if m is not AR)
+    method, key = next((m, k) for m, k in plan.images() if m is not AR)
     measurement = bench.draw(method, key)
     history = measurement.history
     pipe.tree = method.tree

@@ -1,1 +1,1 @@
-"""Measuring: benchmarks of methods against plain autoregression, quality of folders of pictures, figures, reports."""
+"""Measuring: benchmarks of methods against plain autoregression, quality of folders of images, figures, reports."""

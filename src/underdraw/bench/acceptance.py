@@ -1,6 +1,6 @@
 """Statistics of a model and its drafter: entropy, acceptance by rank and depth, and their correlation in the image.
 
-Measured on generated pictures (their histories) and by probing the drafter on the same pictures (`probe_draft`).
+Measured on generated images (their histories) and by probing the drafter on the same images (`probe_draft`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def measure(
     temperatures: Sequence[float],
     *,
     seed: int = 0,
-    on_picture: Callable[[], object] = lambda: None,
+    on_image: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """All statistics as a record; `on_picture` is called after every picture."""
+    """All statistics as a record; `on_image` is called after every image."""
     request = pipe.request(prompts[0], seed=seed)
     is_probed = can_probe(pipe.drafter, pipe, request)
     entries = []
@@ -44,7 +44,7 @@ def measure(
                 probe = probe_draft(pipe, pipe.request(text, **sampling), output.history, PROBED_DEPTH)
                 ranks.append(probe.ranks)
                 noiseless_ranks.append(probe.noiseless_ranks)
-            on_picture()
+            on_image()
         entry = {"temperature": temperature, **history_statistics(histories)}
         if is_probed:
             entry["accepted"] = acceptance_by_depth(np.stack(ranks))

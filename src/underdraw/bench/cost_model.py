@@ -1,7 +1,7 @@
-"""Linear cost model of a picture: seconds = prefill + passes + nodes + levels + expanded nodes, each times its cost.
+"""Linear cost model of an image: seconds = prefill + passes + nodes + levels + expanded nodes, each times its cost.
 
-It is checked in two ways: with costs measured before and after the run on pictures with other trees, and with costs
-fitted to the pictures of even prompts, which then predict those of odd prompts. No torch.
+It is checked in two ways: with costs measured before and after the run on images with other trees, and with costs
+fitted to the images of even prompts, which then predict those of odd prompts. No torch.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ PARTS = ("prompt", "plain", "base", "node", "level", "expanded")
 
 
 def active_seconds(row: Row) -> float:
-    """Seconds of a picture without stalls of the machine, which older rows do not record."""
+    """Seconds of an image without stalls of the machine, which older rows do not record."""
     return float(row["seconds"]) - float(row.get("stalled_seconds", 0.0))
 
 
 def predict_seconds(row: Row, costs: Mapping[str, float]) -> float:
-    """Seconds of a picture by costs in milliseconds."""
+    """Seconds of an image by costs in milliseconds."""
     weights = np.array([costs.get(part, 0.0) for part in PARTS])  # older costs have no term for expanded nodes
     return float(_terms([row])[0] @ weights) / 1000
 
 
 def fit_costs(rows: Sequence[Row]) -> dict[str, float]:
-    """Milliseconds of every term, fitted to pictures."""
+    """Milliseconds of every term, fitted to images."""
     return dict(zip(PARTS, (1000 * _fit(rows)).round(4).tolist(), strict=True))
 
 

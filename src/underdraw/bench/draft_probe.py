@@ -1,6 +1,6 @@
-"""What a drafter would propose at every cell of a finished picture: the ranks of the tokens that the target chose.
+"""What a drafter would propose at every cell of a finished image: the ranks of the tokens that the target chose.
 
-The picture is decoded again token by token. Before each token the drafter expands the chain of the tokens that follow,
+The image is decoded again token by token. Before each token the drafter expands the chain of the tokens that follow,
 level by level, as if all of them had been accepted. Nothing is drafted, so every cell is a root once.
 """
 
@@ -87,7 +87,7 @@ def can_probe(drafter: Drafter, pipe: Pipeline, request: GenerationRequest) -> b
 
 
 def probe_draft(pipe: Pipeline, request: GenerationRequest, history: History, depth: int) -> DraftProbe:
-    """Probe the pipeline's drafter on the picture of a request with one prompt, which was decoded exactly."""
+    """Probe the pipeline's drafter on the image of a request with one prompt, which was decoded exactly."""
     probe = DraftProbe(pipe.drafter, history, depth)
     prompts = [pipe.model.make_prompt(request.prompts[0], request.negative_prompts[0], request.size)]
     parts = pipe.model.target, probe, NoTree(), Exact(), prompts, pipe.sampler(request)

@@ -1,4 +1,4 @@
-"""The figures of a result, as PNG and SVG files, drawn from its summary, maps and first pictures.
+"""The figures of a result, as PNG and SVG files, drawn from its summary, maps and first images.
 
 A figure without data is left out: maps need cells, the sweep needs a sweep, the quality figure needs LANTERN.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from underdraw.bench.presets import PLAIN
-from underdraw.bench.results import picture_name
+from underdraw.bench.results import plain_image_name
 from underdraw.bench.sections import Record, hardware_label
 from underdraw.bench.summary import MAPS, drafter_label
 from underdraw.extras import require_package
@@ -36,12 +36,12 @@ class FigureData:
 
     summary: Record
     maps: list[dict[str, Any]] = field(default_factory=list)
-    pictures: Mapping[float, Path] = field(default_factory=dict)  # first picture of plain AR at each temperature
+    pictures: Mapping[float, Path] = field(default_factory=dict)  # first image of plain AR at each temperature
 
     @classmethod
     def read(cls, folder: Path, summary: Record) -> FigureData:
         maps = read_json(folder / MAPS, "the maps of a benchmark") if (folder / MAPS).is_file() else []
-        paths = {entry["temperature"]: folder / picture_name(entry["temperature"]) for entry in summary["entries"]}
+        paths = {entry["temperature"]: folder / plain_image_name(entry["temperature"]) for entry in summary["entries"]}
         return cls(summary, maps, {temperature: path for temperature, path in paths.items() if path.is_file()})
 
     @property
@@ -171,7 +171,7 @@ def _error_bars(spreads: Sequence[Record]) -> list[list[float]]:
 
 
 def _cell_maps(column: str, title: str) -> Callable[[Any, FigureData], Any]:
-    """Draws a column per cell: for each method the mean over pictures, and below it the first picture."""
+    """Draws a column per cell: for each method the mean over images, and below it the first image."""
 
     def draw(pyplot: Any, data: FigureData) -> Any:
         entries = data.speculative_maps()
@@ -202,7 +202,7 @@ def _cell_maps(column: str, title: str) -> Callable[[Any, FigureData], Any]:
 
 
 def _overlay(pyplot: Any, axes: Any, values: Any, norm: Any, picture: Path | None) -> None:
-    """A map, over the grey picture that it belongs to if there is one."""
+    """A map, over the grey image that it belongs to if there is one."""
     if picture is not None:
         extent = (-0.5, values.shape[1] - 0.5, values.shape[0] - 0.5, -0.5)
         axes.imshow(pyplot.imread(picture)[..., :3].mean(-1), cmap="gray", extent=extent)

@@ -45,7 +45,7 @@ class Preset:
     temperatures: tuple[float, ...] = (0.0, 1.0)
     prompts: int | None = None  # how many prompts are enough; None: all of them
     drafter: Literal["trained", "any"] = "trained"  # "any": also runs with the fallback of a model without a drafter
-    has_cost_model: bool = True  # whether costs are fitted to extra pictures, to check the cost model
+    has_cost_model: bool = True  # whether costs are fitted to extra images, to check the cost model
 
 
 AR = Method(PLAIN, tree="none", drafter="forced", about="plain autoregression, one token a pass")

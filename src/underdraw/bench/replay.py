@@ -1,7 +1,7 @@
-"""Traces of decoded pictures (tree plans and accepted lengths), and decoding that replays one with any model.
+"""Traces of decoded images (tree plans and accepted lengths), and decoding that replays one with any model.
 
-A model with random weights accepts nothing. To time the whole loop at its size, the accepted lengths of a real picture
-of another model are forced on it: all work is done, and its verdict is discarded. The result is a time and no picture,
+A model with random weights accepts nothing. To time the whole loop at its size, the accepted lengths of a real image
+of another model are forced on it: all work is done, and its verdict is discarded. The result is a time and no image,
 and every number measured this way says so.
 """
 
@@ -32,7 +32,7 @@ MAX_PASSES = 1024  # of a trace that a `ReplayVerifier` can load later
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Plan and accepted length of every pass of one picture, and what they were recorded from."""
+    """Plan and accepted length of every pass of one image, and what they were recorded from."""
 
     plans: tuple[TreePlan, ...]
     accepted: tuple[int, ...]
@@ -123,7 +123,7 @@ class ReplayPolicy:
 class ReplayVerifier:
     """A verifier that does the work of `exact` and then accepts as many tokens as the trace says.
 
-    The number of the pass is a tensor on the device, so that passes can be captured; call `rewind` before each picture.
+    The number of the pass is a tensor on the device, so that passes can be captured; call `rewind` before each image.
     """
 
     proposals: ClassVar[tuple[Proposal, ...]] = ("coupled", "topk")

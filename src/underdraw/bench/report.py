@@ -1,7 +1,7 @@
 """Sections as Markdown, HTML and terminal output; the report of a result, and the generated blocks of pages.
 
 A block is everything between `<!-- results: PATH -->` and `<!-- end -->`; PATH is relative to the page. `PATH#kinds`
-is the table by kind of picture alone.
+is the table by kind of image alone.
 """
 
 from __future__ import annotations

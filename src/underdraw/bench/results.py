@@ -1,6 +1,6 @@
-"""A benchmark's folder: run.json (settings), rows.jsonl (one row per picture), cells.jsonl (per-cell values).
+"""A benchmark's folder: run.json (settings), rows.jsonl (one row per image), cells.jsonl (per-cell values).
 
-A row is on disk before the next picture is started, so a stopped run resumes at the first picture without a row.
+A row is on disk before the next image is started, so a stopped run resumes at the first image without a row.
 Prompts, repeats and methods can be added to a run later; its model, seed and sampling settings must not change. No
 torch.
 """
@@ -18,8 +18,8 @@ from underdraw.run_folder import check_same_settings
 RUN, ROWS, CELLS = "run.json", "rows.jsonl", "cells.jsonl"
 
 
-class PictureKey(NamedTuple):
-    """Identifies one picture of a run."""
+class ImageKey(NamedTuple):
+    """Identifies one image of a run."""
 
     method: str
     temperature: float
@@ -27,7 +27,7 @@ class PictureKey(NamedTuple):
     repeat: int
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> PictureKey:
+    def from_row(cls, row: Mapping[str, Any]) -> ImageKey:
         return cls(row["method"], float(row["temperature"]), row["prompt"], row["repeat"])
 
 
@@ -37,10 +37,10 @@ class ResultFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.info: dict[str, Any] = {}  # the content of run.json: settings, methods, machine, costs
-        self.rows: dict[PictureKey, dict[str, Any]] = {}
-        self.cells: dict[PictureKey, dict[str, Any]] = {}
-        self._row_store = JsonlStore(path / ROWS, PictureKey.from_row, key=PictureKey.from_row)
-        self._cell_store = JsonlStore(path / CELLS, PictureKey.from_row, key=PictureKey.from_row)
+        self.rows: dict[ImageKey, dict[str, Any]] = {}
+        self.cells: dict[ImageKey, dict[str, Any]] = {}
+        self._row_store = JsonlStore(path / ROWS, ImageKey.from_row, key=ImageKey.from_row)
+        self._cell_store = JsonlStore(path / CELLS, ImageKey.from_row, key=ImageKey.from_row)
 
     @classmethod
     def read(cls, path: Path) -> ResultFolder:
@@ -84,8 +84,8 @@ class ResultFolder:
         atomic_write_json(self.path / RUN, self.info)
 
     def append(self, row: Mapping[str, Any], cells: Mapping[str, Any] | None) -> None:
-        """Record a picture. Cells are written first, so that a row on disk always has its cells."""
-        key = PictureKey.from_row(row)
+        """Record an image. Cells are written first, so that a row on disk always has its cells."""
+        key = ImageKey.from_row(row)
         if cells is not None:
             self._cell_store.append({**key._asdict(), **cells})
             self.cells[key] = dict(cells)
@@ -100,15 +100,15 @@ class ResultFolder:
             isinstance(self.info.get(key), dict) for key in ("settings", "methods")
         ):
             raise ConfigError(f"{path} is not a benchmark's; choose a new folder, or use --force to start again.")
-        self.rows = {PictureKey.from_row(row): row for row in self._row_store.resume()}
-        cells = self._cell_store.resume(keep=lambda line: PictureKey.from_row(line) in self.rows)
-        self.cells = {PictureKey.from_row(line): line for line in cells}
+        self.rows = {ImageKey.from_row(row): row for row in self._row_store.resume()}
+        cells = self._cell_store.resume(keep=lambda line: ImageKey.from_row(line) in self.rows)
+        self.cells = {ImageKey.from_row(line): line for line in cells}
 
 
 def _without_description(method: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in method.items() if key != "about"}
 
 
-def picture_name(temperature: float) -> str:
-    """File name of the first picture of plain autoregression at a temperature; figures draw maps over it."""
+def plain_image_name(temperature: float) -> str:
+    """File name of the first image of plain autoregression at a temperature; figures draw maps over it."""
     return f"picture-{temperature:g}.png"

@@ -1,6 +1,6 @@
-"""The benchmark loop: every method and plain autoregression draw the same pictures in turns, one row per picture.
+"""The benchmark loop: every method and plain autoregression draw the same images in turns, one row per image.
 
-A turn is one picture, so that a machine that slows down slows all methods down alike. Only the decode loop is timed:
+A turn is one image, so that a machine that slows down slows all methods down alike. Only the decode loop is timed:
 prefill, passes and drafting, without loading the model and without decoding codes into pixels.
 """
 
@@ -21,7 +21,7 @@ from underdraw.bench.cost_model import fit_costs, pass_type
 from underdraw.bench.environment import describe_machine
 from underdraw.bench.instrumentation import SpanTimer, TimedDrafter
 from underdraw.bench.presets import AR, PLAIN, Method, check_method_names
-from underdraw.bench.results import PictureKey, ResultFolder, picture_name
+from underdraw.bench.results import ImageKey, ResultFolder, plain_image_name
 from underdraw.engine.decode import TokenStatsMode, resolve_proposal
 from underdraw.engine.memory_stats import peak_bytes, reset_peak_bytes
 from underdraw.errors import ConfigError
@@ -32,8 +32,8 @@ from underdraw.pipeline import Pipeline
 from underdraw.request import GenerationRequest
 
 WARMUP_PASSES = 6  # of every method before anything is timed
-MAX_WARMUP_PICTURES = 8  # with CUDA graphs: pictures until no new pass is captured, at most
-STUDIED_PROMPTS = 4  # prompts of which entropy and top-1 probability are kept, from a second, untimed picture
+MAX_WARMUP_IMAGES = 8  # with CUDA graphs: images until no new pass is captured, at most
+STUDIED_PROMPTS = 4  # prompts of which entropy and top-1 probability are kept, from a second, untimed image
 CELL_COLUMNS = ("accepted", "depth", "width", "rank", "pass_index")  # history columns in cells.jsonl
 # Trees and chains that the cost model is measured with: of other shapes than those of the methods.
 COST_TREES = (
@@ -44,7 +44,7 @@ COST_TREES = (
     "confidence:depth=4,top_k=4,nodes=20",
 )
 COST_CHAINS = ("chain:depth=4", "chain:depth=24")
-OnPicture = Callable[[PictureKey], None]
+OnImage = Callable[[ImageKey], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +57,22 @@ class BenchPlan:
     repeats: int = 1
     seed: int = 0
     preset: str | None = None
-    kinds: Mapping[str, str] = field(default_factory=dict)  # kind of picture by prompt, where prompts have one
+    kinds: Mapping[str, str] = field(default_factory=dict)  # kind of image by prompt, where prompts have one
     has_cost_model: bool = True
 
-    def pictures(self) -> Iterator[tuple[Method, PictureKey]]:
-        """All pictures in drawing order: plain first, then the methods, rotated so that each one comes early."""
+    def images(self) -> Iterator[tuple[Method, ImageKey]]:
+        """All images in drawing order: plain first, then the methods, rotated so that each one comes early."""
         for repeat in range(self.repeats):
             for prompt in range(len(self.prompts)):
                 for temperature in self.temperatures:
                     start = (prompt + repeat) % max(1, len(self.methods))
                     for method in (AR, *self.methods[start:], *self.methods[:start]):
-                        yield method, PictureKey(method.name, temperature, prompt, repeat)
+                        yield method, ImageKey(method.name, temperature, prompt, repeat)
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One picture, its times and its memory. Tree counts are sums over the passes that had a tree."""
+    """One image, its times and its memory. Tree counts are sums over the passes that had a tree."""
 
     history: History
     seconds: float
@@ -106,7 +106,7 @@ class Measurement:
         }
 
     def codes(self) -> NDArray[Any]:
-        """Codes (height, width) of the picture."""
+        """Codes (height, width) of the image."""
         return self.history.layout.grid(self.history.tokens)
 
 
@@ -131,7 +131,7 @@ class Bench:
         for method in methods:
             for temperature in plan.temperatures:
                 self._configure(method)
-                self._request(method, PictureKey(method.name, temperature, 0, 0))  # validates the sampling settings
+                self._request(method, ImageKey(method.name, temperature, 0, 0))  # validates the sampling settings
                 self._check_proposal(method)
 
     def _build_verifier(self, method: Method) -> Any:
@@ -152,14 +152,14 @@ class Bench:
         except ConfigError as error:
             raise ConfigError(f"method {method.name!r}: {error}") from None
 
-    def _request(self, method: Method, key: PictureKey) -> GenerationRequest:
+    def _request(self, method: Method, key: ImageKey) -> GenerationRequest:
         arguments = {**self.sampling, "temperature": key.temperature, "seed": self.plan.seed + key.prompt}
         return self.pipes[method.drafter].request(self.plan.prompts[key.prompt], **arguments)
 
     def draw(
-        self, method: Method, key: PictureKey, token_stats: TokenStatsMode = "skip", max_passes: int | None = None
+        self, method: Method, key: ImageKey, token_stats: TokenStatsMode = "skip", max_passes: int | None = None
     ) -> Measurement:
-        """Draw a picture, or its first `max_passes` passes, and measure it."""
+        """Draw an image, or its first `max_passes` passes, and measure it."""
         pipe = self._configure(method)
         request, drafter = self._request(method, key), self.timed_drafters[method.drafter]
         history, drafter.timer.seconds = History(pipe.model.make_layout(request.size)), 0.0
@@ -195,7 +195,7 @@ class Bench:
 
     def settings(self) -> dict[str, Any]:
         """The settings that must not change when a run is resumed."""
-        request = self._request(AR, PictureKey(PLAIN, self.plan.temperatures[0], 0, 0))
+        request = self._request(AR, ImageKey(PLAIN, self.plan.temperatures[0], 0, 0))
         settings = self.pipes[AR.drafter].settings(request)
         sampling = ("guidance", "top_k", "top_p", "height", "width", "dtype")
         return {
@@ -212,14 +212,14 @@ class Bench:
         return {name: pipe.drafter_name for name, pipe in self.pipes.items()}
 
     def measure_costs(self) -> dict[str, Any]:
-        """The cost model of every type of pass, fitted to whole pictures with trees of other shapes."""
+        """The cost model of every type of pass, fitted to whole images with trees of other shapes."""
         costs, rows = {}, {}
         for name, (method, temperature) in self._pass_types().items():
             trees = ("none",) if method is AR else COST_CHAINS if self._drafts_chains(method) else COST_TREES
             variants = [replace(method, tree=tree) for tree in trees]
             for variant in variants:
                 self._warm_up(variant, temperature)
-            rows[name] = [self.draw(variant, PictureKey("", temperature, 0, 0)).columns() for variant in variants]
+            rows[name] = [self.draw(variant, ImageKey("", temperature, 0, 0)).columns() for variant in variants]
             plain = [] if method is AR else rows[pass_type(AR.to_dict(), temperature)]
             costs[name] = fit_costs([*rows[name], *plain])
         return costs
@@ -237,21 +237,21 @@ class Bench:
         return self.pipes[method.drafter].drafter.proposes == "chain"
 
     def _warm_up(self, method: Method, temperature: float) -> None:
-        """Draw a few passes, or, with CUDA graphs, pictures until no new pass is met or captured."""
+        """Draw a few passes, or, with CUDA graphs, images until no new pass is met or captured."""
         graphs = self.pipes[method.drafter].graphs
         if graphs is None:
-            self.draw(method, PictureKey(method.name, temperature, 0, 0), max_passes=WARMUP_PASSES)
+            self.draw(method, ImageKey(method.name, temperature, 0, 0), max_passes=WARMUP_PASSES)
             return
-        for count in range(MAX_WARMUP_PICTURES):
+        for count in range(MAX_WARMUP_IMAGES):
             before = graphs.pass_counts
-            self.draw(method, PictureKey(method.name, temperature, count % len(self.plan.prompts), 0))
+            self.draw(method, ImageKey(method.name, temperature, count % len(self.plan.prompts), 0))
             if graphs.pass_counts == before:
                 break
 
-    def run(self, folder: ResultFolder, on_picture: OnPicture) -> int:
-        """Draw every picture that has no row yet; returns their number."""
+    def run(self, folder: ResultFolder, on_image: OnImage) -> int:
+        """Draw every image that has no row yet; returns their number."""
         self._check_prompts(folder)
-        missing = [(method, key) for method, key in self.plan.pictures() if key not in folder.rows]
+        missing = [(method, key) for method, key in self.plan.images() if key not in folder.rows]
         if not missing:
             return 0
         for method in dict.fromkeys(method for method, _ in missing):
@@ -271,9 +271,9 @@ class Bench:
             if self.plan.kinds:
                 row["kind"] = self.plan.kinds[self.plan.prompts[key.prompt]]
             if key.method == PLAIN and (key.prompt, key.repeat) == (0, 0):
-                self._save_picture(measurement, folder.path / picture_name(key.temperature))
+                self._save_image(measurement, folder.path / plain_image_name(key.temperature))
             folder.append(row, cells)
-            on_picture(key)
+            on_image(key)
         if needs_costs:  # the mean of before and after, since the machine's speed may have changed during the run
             folder.start({"costs": _mean_costs(folder.info["costs"], self.measure_costs())})
         return len(missing)
@@ -286,8 +286,8 @@ class Bench:
                     "choose a new folder, or use --force to start again."
                 )
 
-    def _cells(self, measurement: Measurement, key: PictureKey) -> dict[str, Any]:
-        """Per-cell values; for plain autoregression also entropy and top-1 probability, from an untimed picture."""
+    def _cells(self, measurement: Measurement, key: ImageKey) -> dict[str, Any]:
+        """Per-cell values; for plain autoregression also entropy and top-1 probability, from an untimed image."""
         cells = {"codes": pack_grid(measurement.codes())}
         cells.update({name: pack_grid(measurement.history.grid(name)) for name in CELL_COLUMNS})
         if key.method == PLAIN and key.prompt < STUDIED_PROMPTS:
@@ -296,17 +296,17 @@ class Bench:
                 cells[name] = pack_grid(np.round(history.grid(name) * 1000).astype(np.int32))
         return cells
 
-    def _save_picture(self, measurement: Measurement, path: Path) -> None:
+    def _save_image(self, measurement: Measurement, path: Path) -> None:
         save_png(self.pipes[AR.drafter].decode_images([measurement.history])[0], path)
 
-    def _agreement(self, measurement: Measurement, key: PictureKey, folder: ResultFolder) -> dict[str, Any]:
+    def _agreement(self, measurement: Measurement, key: ImageKey, folder: ResultFolder) -> dict[str, Any]:
         """Share of codes that are equal to those of plain autoregression with the same seed, and whether all are."""
         if key.method == PLAIN and key.repeat == 0:
             return {"equal_codes": 1.0, "equal_image": True}
         equal = measurement.codes() == self._plain_codes(key._replace(method=PLAIN, repeat=0), folder)
         return {"equal_codes": round(float(equal.mean()), 6), "equal_image": bool(equal.all())}
 
-    def _plain_codes(self, key: PictureKey, folder: ResultFolder) -> NDArray[Any]:
+    def _plain_codes(self, key: ImageKey, folder: ResultFolder) -> NDArray[Any]:
         """Codes of plain autoregression; drawn again, untimed, if cells.jsonl was deleted."""
         if key in folder.cells:
             return unpack_grid(folder.cells[key]["codes"], str(folder.path))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from underdraw.bench.cost_model import active_seconds, check_costs
 from underdraw.bench.presets import PLAIN
-from underdraw.bench.results import ROWS, RUN, PictureKey, ResultFolder
+from underdraw.bench.results import ROWS, RUN, ImageKey, ResultFolder
 from underdraw.errors import ConfigError
 from underdraw.extras import require_package
 from underdraw.io import JsonlStore, atomic_write_json, atomic_write_text, read_json, unpack_grid
@@ -25,7 +25,7 @@ SUMMARY, TABLE, MAPS = "summary.json", "summary.csv", "maps.json"
 COPIED = ("settings", "methods", "drafters", "machine", "costs")  # from run.json
 MAP_COLUMNS = ("accepted", "depth", "width", "entropy", "top1")
 MAP_SCALE = {"entropy": 1000, "top1": 1000}  # cells.jsonl holds them as thousandths
-MIN_TEST_PICTURES = 8  # the two-sample test needs at least so many pictures of a method
+MIN_TEST_IMAGES = 8  # the two-sample test needs at least so many images of a method
 
 
 def summarise(folder: ResultFolder) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def summarise_method(folder: ResultFolder, method: str, temperature: float, rows
     """The entry of one method at one temperature; `rows` is a DataFrame of its rows."""
     passes = rows["passes"].sum()
     by_kind = {"kinds": summarise_kinds(rows)} if "kind" in rows and rows["kind"].notna().all() else {}
-    keys = [PictureKey(method, temperature, *pair) for pair in zip(rows["prompt"], rows["repeat"], strict=True)]
+    keys = [ImageKey(method, temperature, *pair) for pair in zip(rows["prompt"], rows["repeat"], strict=True)]
     return {
         "method": method,
         "temperature": float(temperature),
@@ -92,11 +92,11 @@ def summarise_kinds(rows: Any) -> dict[str, Any]:
     }
 
 
-def compare_with_plain(folder: ResultFolder, keys: Sequence[PictureKey]) -> dict[str, Any] | None:
+def compare_with_plain(folder: ResultFolder, keys: Sequence[ImageKey]) -> dict[str, Any] | None:
     """Two-sample test of a method's codes against those of plain autoregression for the same prompts."""
     pairs = [(key, key._replace(method=PLAIN)) for key in keys if key.repeat == 0 and key.method != PLAIN]
     pairs = [pair for pair in pairs if all(key in folder.cells for key in pair)]
-    if len(pairs) < MIN_TEST_PICTURES:
+    if len(pairs) < MIN_TEST_IMAGES:
         return None
     source = f"the cells of {folder.path}"
     sides = zip(*pairs, strict=True)
@@ -127,7 +127,7 @@ def drafter_label(summary: Mapping[str, Any], method: str) -> str:
 
 
 def compute_maps(folder: ResultFolder) -> list[dict[str, Any]]:
-    """Per method and temperature: values per cell (mean over pictures, and of the first picture), and counts of
+    """Per method and temperature: values per cell (mean over images, and of the first image), and counts of
     accepted lengths and ranks."""
     entries = []
     for temperature in sorted({key.temperature for key in folder.cells}):

@@ -169,7 +169,7 @@ def _choose_methods(preset: str | None, tree: Many, verifier: Many, drafter: Man
 
 
 def _load_prompts(source: str, data: Path | None) -> tuple[list[str], dict[str, str]]:
-    """The prompts, and their kinds of pictures if the file is `{kind: [prompt, ...]}`."""
+    """The prompts, and their kinds of images if the file is `{kind: [prompt, ...]}`."""
     from underdraw.prompts import load_prompt_kinds, load_prompts
 
     return load_prompts(source, data), load_prompt_kinds(source)
@@ -197,7 +197,7 @@ def _run(
 ) -> None:
     from underdraw.bench.presets import AR
     from underdraw.bench.report import print_table
-    from underdraw.bench.results import PictureKey, ResultFolder
+    from underdraw.bench.results import ImageKey, ResultFolder
     from underdraw.bench.runner import Bench
     from underdraw.bench.sections import main_table
     from underdraw.bench.summary import write_summary
@@ -205,11 +205,11 @@ def _run(
     runner, folder = Bench(pipe, plan, sampling), ResultFolder(out)
     methods = {method.name: method.to_dict() for method in (AR, *plan.methods)}
     folder.open(runner.settings(), methods, overwrite=force)
-    keys = [key for _, key in plan.pictures()]
+    keys = [key for _, key in plan.images()]
     with image_counter("measuring", len(keys), silent=output.silent) as bar:
         bar.update(sum(key in folder.rows for key in keys))
 
-        def advance(key: PictureKey) -> None:
+        def advance(key: ImageKey) -> None:
             bar.set_postfix_str(f"{key.method}, T={key.temperature:g}", refresh=False)
             bar.update()
 

@@ -57,7 +57,7 @@ def statistics(
     for text in texts:
         pipe.model.check_prompt(text)
     with image_counter("measuring", len(texts) * len(temperatures), silent=result.silent) as bar:
-        record = measure(pipe, texts, temperatures, seed=seed, on_picture=lambda: bar.update())
+        record = measure(pipe, texts, temperatures, seed=seed, on_image=lambda: bar.update())
     result.save(record)
     result.print(
         "\n\n".join([to_markdown(record_sections(record)), *([str(result.out)] if result.out else [])]), record

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,9 +78,14 @@ def _emulate(assembly: str, word: Any) -> tuple[Any, Any]:
 
 
 def check_quantized_gemm(
-    weight_format: QuantizedFormat, rows: int, device: torch.device, dtype: torch.dtype, tolerance: float
+    weight_format: QuantizedFormat,
+    rows: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+    multiply: Callable[..., torch.Tensor] | None = None,
 ) -> None:
-    """Plain, with a residual, and gated, in every tile."""
+    """Plain, with a residual, and gated, in every tile; or by `multiply(x, weight, gated=, residual=)`."""
     generator = torch.Generator().manual_seed(rows)
     for outputs, inputs in SHAPES:
         matrix = torch.randn(2 * outputs, inputs, generator=generator) * inputs**-0.5
@@ -92,11 +99,14 @@ def check_quantized_gemm(
             "residual": product + residual.double(),
             "gated": functional.silu(gate) * up,
         }
-        for tile in TILES:
+        for tile in TILES if multiply is None else TILES[:1]:
+            product_of = (
+                partial(quantized_gemm, x, *parts, tile=tile) if multiply is None else partial(multiply, x, weight)
+            )
             results = {
-                "plain": quantized_gemm(x, *parts, tile=tile),
-                "residual": quantized_gemm(x, *parts, residual=residual, tile=tile),
-                "gated": quantized_gemm(x, *parts, gated=True, tile=tile),
+                "plain": product_of(),
+                "residual": product_of(residual=residual),
+                "gated": product_of(gated=True),
             }
             for name, result in results.items():
                 error = (result.double() - expected[name]).norm() / expected[name].norm()

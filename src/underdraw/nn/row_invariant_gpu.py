@@ -59,6 +59,9 @@ def _fused(
     x: Tensor, weight: Tensor | QuantizedWeight, *, gated: bool = False, residual: Tensor | None = None
 ) -> Tensor:
     """x (rows, in) @ weight (out, in)^T by our kernels, gated, plus a residual."""
+    if isinstance(weight, QuantizedWeight) and x.dtype == torch.float32:
+        # Without tensor cores the tiles of the quantised kernel do not fit into registers.
+        weight = weight.dequantize().contiguous()
     if isinstance(weight, QuantizedWeight):
         words, inputs = weight.to_words(), weight.inputs
         parts = words.values, words.scale, words.format, plane_width(inputs), group_size(inputs)

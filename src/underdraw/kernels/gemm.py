@@ -138,12 +138,22 @@ def gemm(
     return out
 
 
-@functools.cache
 def arrival_counters(device: torch.device) -> Tensor:
-    """Programs that have finished, by tile; every kernel leaves them at zero. Kept forever: CUDA graphs read them.
+    """Programs that have finished, by tile; every kernel leaves them at zero.
 
-    For kernels that run one after the other, in one stream.
+    Kernels of one stream run one after the other and share them. CUDA graphs have others, whichever stream captured
+    them: two graphs must not run at the same time anyway, since they share their memory.
     """
+    if device.type != "cuda":
+        return _counters(device, 0)
+    of_graphs = _counters(device, -1)  # allocated by the eager pass before the first capture
+    if torch.cuda.is_current_stream_capturing():
+        return of_graphs
+    return _counters(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache  # kept forever: CUDA graphs read them
+def _counters(device: torch.device, stream: int) -> Tensor:
     with torch.inference_mode(False):
         return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
 

@@ -74,3 +74,16 @@ def check_attention(
     out = attention(q, keys[:, :, : case.length], values[:, :, : case.length], committed, ancestors, depths)
     error = (out.float() - expected.transpose(1, 2).flatten(2)).abs().max()
     assert error < tolerance, f"{case}: {error}"
+
+
+def attention_inputs(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Random queries, caches, committed slots, ancestors and depths of a case, to compare kernels bit for bit."""
+    generator = torch.Generator().manual_seed(case.nodes)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    rows, ancestors = len(case.committed), case.trees()[0].to(device)
+    caches = [normal(rows, case.kv_heads, case.capacity, case.width) for _ in range(2)]
+    committed = torch.tensor(case.committed, device=device)
+    return normal(rows, case.nodes, case.heads, case.width), *caches, committed, ancestors, ancestors.sum(2) - 1

@@ -6,6 +6,7 @@ import functools
 import itertools
 from dataclasses import dataclass, replace
 
+import attention_cases
 import pytest
 import torch
 import toy_models
@@ -132,6 +133,29 @@ def test_other_dtypes_equal_plain_decoding(dtype: torch.dtype, setting: Setting)
 @pytest.mark.parametrize("arch", WIDE_ARCHES)
 def test_wide_heads_equal_plain_decoding(arch: str, setting: Setting, temperature: float) -> None:
     check(arch, torch.bfloat16, "plain", temperature, setting)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("keys", [1, 16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        attention_cases.Case((300, 290), 20, copies=2),
+        attention_cases.Case((250, 17), 64, width=128, copies=2),
+        attention_cases.Case((200, 190), 100, heads=8, kv_heads=2, width=64, copies=2),
+        attention_cases.Case((128, 250, 60, 5), 12, earlier_nodes=20, copies=2),
+    ],
+    ids=str,
+)
+def test_tail_kernel_gives_the_same_bits(case: attention_cases.Case, keys: int, dtype: torch.dtype) -> None:
+    from underdraw.kernels.tree_attention import TailTuning, default_tuning, tree_attention
+
+    inputs = attention_cases.attention_inputs(case, torch.device("cuda"), dtype)
+    tuning = default_tuning(case.kv_heads, case.width, case.heads // case.kv_heads * case.nodes, dtype)
+    expected = tree_attention(*inputs, tuning._replace(tail=None))
+    for queries, columns in ((16, 128), (64, 32)):
+        tail = TailTuning(queries, columns, keys, 4)
+        assert torch.equal(tree_attention(*inputs, tuning._replace(tail=tail)), expected), tail
 
 
 def test_enough_cases() -> None:

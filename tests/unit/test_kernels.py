@@ -13,11 +13,14 @@ from underdraw.nn.attention import attention_bias
 
 ATTENTION = """
 import torch
-from underdraw.kernels.tree_attention import tree_attention
+from underdraw.kernels import tree_attention as kernel
 from attention_cases import CASES, check_attention
 
 for case in CASES:
-    check_attention(case, tree_attention, torch.device("cpu"), torch.float32, 1e-5)
+    check_attention(case, kernel.tree_attention, torch.device("cpu"), torch.float32, 1e-5)
+for keys in (1, 16):
+    kernel.TAIL_KERNEL = kernel.TailTuning(16, 16, keys, 4)  # of more than 8 queries
+    check_attention(CASES[4], kernel.tree_attention, torch.device("cpu"), torch.float32, 1e-5)
 """
 TOPK = """
 import torch

@@ -24,73 +24,15 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from underdraw.kernels.attention_sums import add_tail, block_sums, tail_scores
 from underdraw.kernels.gemm import MAX_COUNTERS, arrival_counters
-from underdraw.plan import MAX_GPU_DEPTH
+from underdraw.plan import MAX_GPU_DEPTH, MAX_NODES
 
 TAIL = MAX_GPU_DEPTH + 1  # positions before a query that are summed one by one; more than a tree is deep
 _GROUP = 16  # keys that a tensor core instruction sums together; boundaries are multiples of it
 _BUSY = 264 * 64  # head widths in flight that keep an H200 busy: wide heads need fewer splits
 _MAX_SPLITS = 16
 _MIN_TILE = 16  # rows of a tensor core instruction
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _tail_scores(  # type: ignore[no-untyped-def]
-    query, keys, ancestors, cache, slot, end, length, boundary, node, is_query, a_row, a_node, a_slot, scale,
-    WIDTH: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Scores of some slots of the tail, -inf where a query does not see them."""
-    inside = slot < end
-    d = tl.arange(0, D)[None, :]
-    key = tl.load(keys + cache + slot[:, None] * WIDTH + d, mask=inside[:, None] & (d < WIDTH), other=0.0)
-    ahead = slot - length  # index of the node in a slot, negative for committed tokens
-    mask = is_query[:, None] & (inside & (ahead >= 0))[None, :]
-    is_ancestor = tl.load(ancestors + a_row + node[:, None] * a_node + ahead[None, :] * a_slot, mask=mask, other=0) != 0
-    score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-    seen = (inside & (ahead < 0))[None, :] | is_ancestor
-    return tl.where(seen & (slot[None, :] >= boundary[:, None]), score, float("-inf"))
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _block_sums(  # type: ignore[no-untyped-def]
-    query, keys, values, cache, boundary, split, end, capacity, scale,
-    WIDTH: tl.constexpr, M: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Largest score, weight and weighted values of every SPLITS-th block of slots below the boundaries."""
-    d = tl.arange(0, D)
-    largest = tl.full([M], float("-inf"), tl.float32)
-    weight = tl.zeros([M, 16], tl.float32)  # sums by products have a fixed order; 16 columns are the fewest
-    out = tl.zeros([M, D], tl.float32)
-    ones = tl.full([KEYS, 16], 1.0, values.dtype.element_ty)
-    for start in range(split * KEYS, end, SPLITS * KEYS):
-        slot = start + tl.arange(0, KEYS)
-        block = cache + slot[:, None] * WIDTH + d[None, :]
-        inside = (slot < capacity)[:, None] & (d < WIDTH)[None, :]
-        key = tl.load(keys + block, mask=inside, other=0.0)
-        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        score = tl.where(slot[None, :] < boundary[:, None], score, float("-inf"))
-        new = tl.maximum(largest, tl.max(score, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        shrink = tl.exp(largest - base)
-        value = tl.load(values + block, mask=inside, other=0.0)
-        probs = tl.exp(score - base[:, None]).to(value.dtype)
-        out = out * shrink[:, None] + tl.dot(probs, value, input_precision=PRECISION)
-        weight = weight * shrink[:, None] + tl.dot(probs, ones, input_precision=PRECISION)
-        largest = new
-    return largest, tl.max(weight, 1), out
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _add_tail(out, weight, score, largest, values, cache, slot, end, column, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add the weights and weighted values of some slots of the tail, in the order of slots."""
-    inside = (slot < end)[:, None] & (column < WIDTH)[None, :]
-    value = tl.load(values + cache + slot[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
-    base = tl.where(largest == float("-inf"), 0.0, largest)
-    probs = tl.exp(score - base[:, None]).to(value.dtype).to(tl.float32)
-    # Float32 products without tensor cores: one FMA after the other, in the order of slots.
-    out = tl.dot(probs, value.to(tl.float32), out, input_precision="ieee")
-    return out, weight + tl.sum(probs.to(tl.float64), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -105,26 +47,26 @@ def _tail_sums(  # type: ignore[no-untyped-def]
     out = tl.zeros([M, TAIL_WIDTH], tl.float32)
     weight = tl.zeros([M], tl.float64)  # in float64 the order of summation does not matter
     if ONE_BLOCK:
-        score = _tail_scores(
+        score = tail_scores(
             query, keys, ancestors, cache, first + slots, end, length, boundary, node, is_query, a_row, a_node, a_slot,
             scale, WIDTH, D, PRECISION,
         )  # fmt: skip
         largest = tl.max(score, 1)
-        out, weight = _add_tail(out, weight, score, largest, values, cache, first + slots, end, column, WIDTH)
+        out, weight = add_tail(out, weight, score, largest, values, cache, first + slots, end, column, WIDTH)
     else:
         for start in range(first, end, TAIL_KEYS):
-            score = _tail_scores(
+            score = tail_scores(
                 query, keys, ancestors, cache, start + slots, end, length, boundary, node, is_query, a_row, a_node,
                 a_slot, scale, WIDTH, D, PRECISION,
             )  # fmt: skip
             largest = tl.maximum(largest, tl.max(score, 1))
         for start in range(first, end, TAIL_KEYS):
             slot = start + slots
-            score = _tail_scores(
+            score = tail_scores(
                 query, keys, ancestors, cache, slot, end, length, boundary, node, is_query, a_row, a_node, a_slot,
                 scale, WIDTH, D, PRECISION,
             )  # fmt: skip
-            out, weight = _add_tail(out, weight, score, largest, values, cache, slot, end, column, WIDTH)
+            out, weight = add_tail(out, weight, score, largest, values, cache, slot, end, column, WIDTH)
     return largest, weight.to(tl.float32), out
 
 
@@ -180,7 +122,7 @@ def _sums(  # type: ignore[no-untyped-def]
     index = (pair * (SPLITS + 1) + tl.minimum(split, SPLITS)) * queries + m
     if split < SPLITS:
         end = tl.max(tl.where(is_query, boundary, 0), 0)
-        largest, weight, sums = _block_sums(
+        largest, weight, sums = block_sums(
             query, keys, values, cache, boundary, split, end, capacity, scale, WIDTH, M, D, KEYS, SPLITS, PRECISION
         )
         tl.store(top + index, largest, mask=is_query)
@@ -217,6 +159,109 @@ def _join(  # type: ignore[no-untyped-def]
     _join_queries(part, top, total, out, tl.program_id(0), m, count, queries, GROUPS, SHARE, WIDTH, PARTS, M, D)
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _sums_and_scores(  # type: ignore[no-untyped-def]
+    q, keys, values, committed, depths, ancestors, part, top, total, scores, q_row, q_node, q_head, k_row, k_group,
+    d_image, a_image, a_node, a_slot, capacity, images, count, nodes, queries, span, scale, GROUPS: tl.constexpr,
+    SHARE: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
+    GROUP: tl.constexpr, TAIL: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Softmax sums of M queries over one split of the blocks, or the scores of their tail and the largest of them."""
+    pair, split = tl.program_id(0), SPLITS - tl.program_id(1)  # the tail, which is the longest, starts first
+    row, group = pair // GROUPS, pair % GROUPS
+    m = tl.program_id(2) * M + tl.arange(0, M)
+    node, head, is_query = m % count, group * SHARE + m // count, m < queries
+    d = tl.arange(0, D)
+    query = tl.load(
+        q + row.to(tl.int64) * q_row + node[:, None] * q_node + head[:, None] * q_head + d[None, :],
+        mask=is_query[:, None] & (d < WIDTH)[None, :], other=0.0,
+    )  # fmt: skip
+    length = tl.load(committed + row).to(tl.int32)
+    depth = tl.load(depths + (row % images).to(tl.int64) * d_image + node, mask=is_query, other=0).to(tl.int32)
+    boundary = tl.maximum(length + depth - TAIL, 0) // GROUP * GROUP
+    cache = row.to(tl.int64) * k_row + group * k_group
+    index = (pair * (SPLITS + 1) + split) * queries + m
+    if split < SPLITS:
+        end = tl.max(tl.where(is_query, boundary, 0), 0)
+        largest, weight, sums = block_sums(
+            query, keys, values, cache, boundary, split, end, capacity, scale, WIDTH, M, D, KEYS, SPLITS, PRECISION
+        )
+        tl.store(total + index, weight, mask=is_query)
+        tl.store(part + index[:, None].to(tl.int64) * D + d[None, :], sums, mask=is_query[:, None])
+    else:
+        first = tl.min(tl.where(is_query, boundary, 2147483647), 0)
+        origin = tl.maximum(length - TAIL, 0) // GROUP * GROUP  # first slot of the tail of a node of depth 0
+        end = tl.minimum(length + nodes - count + tl.max(tl.where(is_query, node, 0), 0) + 1, capacity)
+        largest = tl.full([M], float("-inf"), tl.float32)
+        for start in range(first, end, KEYS):
+            slot = start + tl.arange(0, KEYS)
+            score = tail_scores(
+                query, keys, ancestors, cache, slot, end, length, boundary, node, is_query,
+                (row % images).to(tl.int64) * a_image, a_node, a_slot, scale, WIDTH, D, PRECISION,
+            )  # fmt: skip
+            largest = tl.maximum(largest, tl.max(score, 1))
+            at = (pair.to(tl.int64) * span + slot - origin)[None, :] * queries + m[:, None]
+            tl.store(scores + at, score, mask=is_query[:, None] & (slot < end)[None, :])
+    tl.store(top + index, largest, mask=is_query)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _tail_and_join(  # type: ignore[no-untyped-def]
+    scores, values, committed, depths, part, top, total, out, k_row, k_group, d_image, capacity, images, count, nodes,
+    queries, span, GROUPS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr, TAIL_KEYS: tl.constexpr, UNROLL: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Sum the tail of M queries for some value columns from its scores, and add the splits to it."""
+    pair = tl.program_id(0)
+    row, group = pair // GROUPS, pair % GROUPS
+    m, column = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    node, is_query = m % count, m < queries
+    length = tl.load(committed + row).to(tl.int32)
+    depth = tl.load(depths + (row % images).to(tl.int64) * d_image + node, mask=is_query, other=0).to(tl.int32)
+    boundary = tl.maximum(length + depth - TAIL, 0) // GROUP * GROUP
+    first = tl.min(tl.where(is_query, boundary, 2147483647), 0)
+    origin = tl.maximum(length - TAIL, 0) // GROUP * GROUP
+    end = tl.minimum(length + nodes - count + tl.max(tl.where(is_query, node, 0), 0) + 1, capacity)
+    cache = row.to(tl.int64) * k_row + group * k_group
+    tail_top = tl.load(top + (pair * (SPLITS + 1) + SPLITS) * queries + m, mask=is_query, other=0.0)
+    sums = tl.zeros([M, COLUMNS], tl.float32)
+    weight = tl.zeros([M], tl.float64)
+    if TAIL_KEYS == 1:
+        for slot in tl.range(first, end, loop_unroll_factor=UNROLL):
+            at = (pair.to(tl.int64) * span + slot - origin) * queries + m
+            score = tl.load(scores + at, mask=is_query, other=float("-inf"))
+            value = tl.load(values + cache + slot * WIDTH + column, mask=column < WIDTH, other=0.0)
+            probs = tl.exp(score - tail_top).to(value.dtype).to(tl.float32)
+            value = tl.broadcast_to(value.to(tl.float32)[None, :], [M, COLUMNS])
+            sums = tl.fma(tl.broadcast_to(probs[:, None], [M, COLUMNS]), value, sums)
+            weight += probs.to(tl.float64)
+    else:
+        for start in range(first, end, TAIL_KEYS):
+            slot = start + tl.arange(0, TAIL_KEYS)
+            at = (pair.to(tl.int64) * span + slot - origin)[None, :] * queries + m[:, None]
+            score = tl.load(scores + at, mask=is_query[:, None] & (slot < end)[None, :], other=float("-inf"))
+            sums, weight = add_tail(sums, weight, score, tail_top, values, cache, slot, end, column, WIDTH)
+    largest = tail_top
+    for split in range(SPLITS):
+        index = (pair * (SPLITS + 1) + split) * queries + m
+        largest = tl.maximum(largest, tl.load(top + index, mask=is_query, other=0.0))
+    mean = tl.zeros([M, COLUMNS], tl.float32)
+    divisor = tl.zeros([M], tl.float32)
+    for split in range(SPLITS):
+        index = (pair * (SPLITS + 1) + split) * queries + m
+        share = tl.exp(tl.load(top + index, mask=is_query, other=0.0) - largest)
+        divisor = tl.fma(share, tl.load(total + index, mask=is_query, other=1.0), divisor)
+        block = tl.load(part + index[:, None].to(tl.int64) * D + column[None, :], mask=is_query[:, None], other=0.0)
+        mean = tl.fma(tl.broadcast_to(share[:, None], [M, COLUMNS]), block, mean)
+    share = tl.exp(tail_top - largest)
+    divisor = tl.fma(share, weight.to(tl.float32), divisor)
+    mean = tl.fma(tl.broadcast_to(share[:, None], [M, COLUMNS]), sums, mean) / divisor[:, None]
+    at = ((row * count + node) * (GROUPS * SHARE) + group * SHARE + m // count).to(tl.int64)
+    mask = is_query[:, None] & (column < WIDTH)[None, :]
+    tl.store(out + at[:, None] * WIDTH + column[None, :], mean.to(out.dtype.element_ty), mask=mask)
+
+
 class AttentionTuning(NamedTuple):
     """How the work of a pass is divided; only `splits` changes bits, so it may not depend on the tree or the batch."""
 
@@ -227,6 +272,20 @@ class AttentionTuning(NamedTuple):
     joins: bool  # whether the last program of a tile joins its splits, instead of a second kernel
     warps: int
     stages: int
+    tail: TailTuning | None = None  # sums the tail in a second kernel, which joins the splits too
+
+
+class TailTuning(NamedTuple):
+    """How the second kernel divides the tails of many queries."""
+
+    queries: int  # of a program
+    columns: int  # value columns of a program
+    keys: int  # slots that are read at once; 1: one after the other
+    warps: int
+    unroll: int = 8  # slots of a loop iteration that reads one after the other
+
+
+TAIL_KERNEL: TailTuning | None = None  # for more than 8 queries; None: tails are summed by the kernel of the blocks
 
 
 def splits_of(groups: int, width: int) -> int:
@@ -237,10 +296,11 @@ def splits_of(groups: int, width: int) -> int:
 def default_tuning(groups: int, width: int, queries: int, dtype: torch.dtype) -> AttentionTuning:
     """The fastest division of those timed on an H200."""
     splits = splits_of(groups, width)
+    tail = TAIL_KERNEL if queries > 8 else None
     if queries > _MIN_TILE or dtype == torch.float32:
-        return AttentionTuning(splits, 4, 32, _MIN_TILE, False, 4, 3)
+        return AttentionTuning(splits, 4, 32, _MIN_TILE, False, 4, 2, tail)
     if queries > 8:
-        return AttentionTuning(splits, 4, 128, _MIN_TILE, False, 4, 3)
+        return AttentionTuning(splits, 4, 128, _MIN_TILE, False, 4, 3, tail)
     return AttentionTuning(splits, 2 if queries <= 2 else 4, 128, 1, queries <= 2, 4, 3)
 
 
@@ -265,35 +325,72 @@ def tree_attention(
     tuning = tuning or default_tuning(groups, width, queries, q.dtype)
     is_float32 = q.dtype == torch.float32
     tile = min(max(triton.next_power_of_2(queries), tuning.min_tile), 32 if is_float32 else 64)
-    pairs, splits, tiles = rows * groups, tuning.splits, triton.cdiv(queries, tile)
+    pairs, splits = rows * groups, tuning.splits
     padded_width = max(triton.next_power_of_2(width), 16)
-    tail_width = max(padded_width // tuning.tail_parts, 16)
-    tail_parts = padded_width // tail_width
-    joins = tuning.joins and pairs * tiles <= MAX_COUNTERS
     part = torch.empty(pairs, splits + 1, queries, padded_width, dtype=torch.float32, device=q.device)
     top, total = torch.empty(2, pairs, splits + 1, queries, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, count, heads * width, dtype=q.dtype, device=q.device)
     depths = depths.contiguous()
-    shape: dict[str, Any] = {"GROUPS": groups, "SHARE": heads // groups, "WIDTH": width, "D": padded_width}
+    strides = *q.stride()[:3], *keys.stride()[:2], depths.stride(0), *ancestors.stride()
+    inputs = q, keys, values, committed, depths, ancestors.view(torch.uint8)
+    sizes = capacity, images, count, nodes, queries
+    constants: dict[str, Any] = {
+        "GROUPS": groups, "SHARE": heads // groups, "WIDTH": width, "D": padded_width, "M": tile,
+        "KEYS": 32 if is_float32 else 64, "GROUP": _GROUP, "TAIL": TAIL, "SPLITS": splits,
+        "PRECISION": "ieee" if is_float32 else "tf32", "num_warps": tuning.warps, "num_stages": tuning.stages,
+    }  # fmt: skip
+    launch = _launch if tuning.tail is None or nodes > MAX_NODES else _launch_with_tail_kernel
     with torch.cuda.device_of(q):
-        _sums[(pairs, splits + tail_parts, tiles)](
-            q, keys, values, committed, depths, ancestors.view(torch.uint8), part, top, total, out,
-            arrival_counters(q.device) if joins else total, *q.stride()[:3], *keys.stride()[:2], depths.stride(0),
-            *ancestors.stride(), capacity, images, count, nodes, queries, width**-0.5, **shape, M=tile,
-            KEYS=32 if is_float32 else 64, GROUP=_GROUP, TAIL=TAIL, TAIL_KEYS=tuning.tail_keys, TAIL_WIDTH=tail_width,
-            TAIL_PARTS=tail_parts, ONE_BLOCK=TAIL + _GROUP - 1 + nodes <= tuning.tail_keys, JOIN=joins, SPLITS=splits,
-            PRECISION="ieee" if is_float32 else "tf32", num_warps=tuning.warps, num_stages=tuning.stages,
-        )  # fmt: skip
-        if not joins:
-            _join[(pairs, triton.cdiv(queries, 4))](
-                part,
-                top,
-                total,
-                out,
-                count,
-                queries,
-                **shape,
-                PARTS=splits + 1,
-                M=4,
-            )
+        launch(inputs, (part, top, total), out, strides, sizes, constants, tuning)
     return out
+
+
+def _launch(
+    inputs: tuple[Tensor, ...],
+    sums: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    strides: tuple[int, ...],
+    sizes: tuple[int, ...],
+    constants: dict[str, Any],
+    tuning: AttentionTuning,
+) -> None:
+    """Blocks and tails in one kernel, which joins them for few queries; for many queries a second one does."""
+    pairs, parts, queries, padded_width = sums[0].shape
+    count, nodes, tiles = *sizes[2:4], triton.cdiv(queries, constants["M"])
+    tail_width = max(padded_width // tuning.tail_parts, 16)
+    tail_parts = padded_width // tail_width
+    joins = tuning.joins and pairs * tiles <= MAX_COUNTERS
+    _sums[(pairs, tuning.splits + tail_parts, tiles)](
+        *inputs, *sums, out, arrival_counters(out.device) if joins else sums[2], *strides, *sizes,
+        constants["WIDTH"] ** -0.5, **constants, TAIL_KEYS=tuning.tail_keys, TAIL_WIDTH=tail_width,
+        TAIL_PARTS=tail_parts, ONE_BLOCK=TAIL + _GROUP - 1 + nodes <= tuning.tail_keys, JOIN=joins,
+    )  # fmt: skip
+    if not joins:
+        shape = {name: constants[name] for name in ("GROUPS", "SHARE", "WIDTH", "D")}
+        _join[(pairs, triton.cdiv(queries, 4))](*sums, out, count, queries, **shape, PARTS=parts, M=4)
+
+
+def _launch_with_tail_kernel(
+    inputs: tuple[Tensor, ...],
+    sums: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    strides: tuple[int, ...],
+    sizes: tuple[int, ...],
+    constants: dict[str, Any],
+    tuning: AttentionTuning,
+) -> None:
+    """Blocks and scores of tails in one kernel; a second one sums the tails and joins."""
+    assert tuning.tail is not None
+    pairs, parts, queries, padded_width = sums[0].shape
+    span = TAIL + _GROUP + sizes[3]  # slots of a tail, at most
+    scores = torch.empty(pairs, span, queries, dtype=torch.float32, device=out.device)
+    _sums_and_scores[(pairs, parts, triton.cdiv(queries, constants["M"]))](
+        *inputs, *sums, scores, *strides, *sizes, span, constants["WIDTH"] ** -0.5, **constants
+    )
+    rows, columns = min(tuning.tail.queries, constants["M"]), min(tuning.tail.columns, padded_width)
+    names = ("GROUPS", "SHARE", "WIDTH", "D", "GROUP", "TAIL", "SPLITS")
+    _tail_and_join[(pairs, triton.cdiv(queries, rows), padded_width // columns)](
+        scores, *inputs[2:5], *sums, out, *strides[3:6], *sizes, span, **{name: constants[name] for name in names},
+        M=rows, COLUMNS=columns, TAIL_KEYS=tuning.tail.keys, UNROLL=tuning.tail.unroll, num_warps=tuning.tail.warps,
+        num_stages=3,
+    )  # fmt: skip

@@ -83,9 +83,26 @@ def test_sampled_tokens_do_not_depend_on_the_tree(janus: Any) -> None:
     assert torch.equal(first, janus.generate(**janus_inputs(), **options))
 
 
+def test_predictable_image_takes_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of the benchmark: most cells follow the row above, so most drafts are right, and tokens stay equal."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import grid_models
+
+    model = grid_models.make_janus(grid_models.Sizes(192, 384, 2, 2, side=8))
+    model.scale_noise(0.3)
+    accuracy = model.fit_head(cells=4096)
+    expected = model.draw_plain(do_sample=False)
+    assert 0.6 < accuracy < 0.85 and len(set(expected.tolist())) > 8  # neither noise nor one colour
+    plain, plain_passes = model.draw(do_sample=False, tree="none")
+    drawn, passes = model.draw(do_sample=False, tree="chain:depth=16")
+    assert torch.equal(plain, expected) and torch.equal(drawn, expected)
+    assert plain_passes == len(expected) - 1 and passes <= len(expected) / 2
+
+
 def test_output_object(janus: Any) -> None:
     options: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": False, "return_dict_in_generate": True}
-    assert janus.generate(**janus_inputs(), **options).sequences.shape == (2, 16)
+    output = janus.generate(**janus_inputs(), **options)
+    assert output.sequences.shape == (2, 16) and len(output.passes) == 2 and max(output.passes) <= 15
 
 
 def test_left_padding_is_ignored(janus: Any) -> None:

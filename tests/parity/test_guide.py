@@ -57,7 +57,9 @@ def test_models_commands_run() -> None:
     assert all(call(*shlex.split(command)[1:]).code == 0 for command in commands)
 
 
-GENERATE_COMMANDS = [line for block in code_blocks("sh") for line in block.splitlines() if line.startswith("underdraw")]
+GENERATE_COMMANDS = [
+    line for block in code_blocks("sh") for line in block.splitlines() if line.startswith("underdraw generate")
+]
 PUBLISHED = {item["id"]: family["family"] for family in list_families() for item in family["published"]}
 LLAMAGEN_FIXTURES = {"jadohu/LlamaGen-T2I": "converted", "FoundationVision/LlamaGen/c2i_B_256.pt": "c2i"}
 # Images of their sizes take minutes even with small weights; tests of these families draw smaller ones.

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from underdraw.bench.family_tables import custom_generate_sections, families_sections
 from underdraw.bench.kinds import replay_sections
 from underdraw.bench.presets import PLAIN
 from underdraw.bench.sections import Cell, Record, Section, Table, describe_settings, figure_sections, percent
@@ -315,4 +316,6 @@ RENDERERS: dict[str, Callable[[Record], list[Section]]] = {
     "variety": _variety,
     "colours": _colours,
     "replay": replay_sections,
+    "families": families_sections,
+    "custom-generate": custom_generate_sections,
 }

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from underdraw.errors import ConfigError, UnsupportedError
 from underdraw.extras import require_package
+from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.models import anole, chameleon, emu3, glm_image, janus
 from underdraw.models.checkpoint import Checkpoint
@@ -224,7 +225,7 @@ def custom_generate(
         **_sampling(generation_config, len(layout.codes)),
     )
     histories = pipe.generate(request, output_type="codes").histories
-    return _pack_output(adapter, layout, input_ids, [history.tokens for history in histories], generation_config)
+    return _pack_output(adapter, layout, input_ids, histories, generation_config)
 
 
 def _find_adapter(model: Any) -> Adapter:
@@ -319,14 +320,17 @@ def _sampling(config: Any, codes: int) -> dict[str, Any]:
     }
 
 
-def _pack_output(adapter: Adapter, layout: Layout, input_ids: Tensor, tokens: Sequence[Any], config: Any) -> Any:
-    """The tensor or output object that `generate` of this model returns."""
-    images = torch.tensor([image.tolist() for image in tokens], dtype=input_ids.dtype, device=input_ids.device)
+def _pack_output(adapter: Adapter, layout: Layout, input_ids: Tensor, histories: Sequence[History], config: Any) -> Any:
+    """The tensor or output object that `generate` of this model returns; an object also has the number of passes."""
+    tokens = [history.tokens.tolist() for history in histories]
+    images = torch.tensor(tokens, dtype=input_ids.dtype, device=input_ids.device)
     if adapter.returns_codes:
         sequences = images - layout.codes.start
     else:
         sequences = torch.cat([input_ids, images], dim=1)
     if not config.return_dict_in_generate:
         return sequences
-    output = require_package("transformers.generation", "families", "custom_generate").GenerateDecoderOnlyOutput
-    return output(sequences=sequences)
+    library = require_package("transformers.generation", "families", "custom_generate")
+    output = library.GenerateDecoderOnlyOutput(sequences=sequences)
+    output.passes = [history.passes for history in histories]
+    return output

@@ -116,7 +116,7 @@ def _inspect(checkpoint: Checkpoint) -> Report:
         image_tokenizer=_describe_image_tokenizer(checkpoint),
         sizes=[str(size) for size in spec.sizes],
         settings=asdict(spec.defaults),
-        memory=_estimate_memory(spec),
+        memory=estimate_memory(spec),
         drafters=[*shipped, *published] or ["jacobi-tree"],
         note="" if shipped or published else "no trained drafter is published for it; jacobi-tree needs no weights",
         **_count_files(checkpoint),
@@ -161,7 +161,7 @@ def _count_files(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _describe_decoder(arch: Arch) -> dict[str, int]:
     return {
-        "parameters": _count_parameters(arch),
+        "parameters": count_parameters(arch),
         "layers": arch.layers,
         "width": arch.dim,
         "heads": arch.heads,
@@ -176,13 +176,14 @@ def _describe_image_tokenizer(checkpoint: Checkpoint) -> dict[str, int]:
     return {"parameters": count_stored_parameters(folder)} if (folder / TRAINED_BY_UNDERDRAW).exists() else {}
 
 
-def _count_parameters(arch: Arch) -> int:
+def count_parameters(arch: Arch) -> int:
     """Parameters of the decoder as it is loaded: with its head cut to the image codes."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Transformer(arch).parameters())
 
 
-def _estimate_memory(spec: ModelSpec) -> dict[str, MemoryEstimate]:
+def estimate_memory(spec: ModelSpec) -> dict[str, MemoryEstimate]:
+    """Memory of the decoder and of one image, by dtype and format of weights."""
     arch, tokens = spec.arch, spec.make_layout(spec.sizes[0]).steps
     keys_and_values, guidance_rows = 2, 2
     cached_values = keys_and_values * guidance_rows * tokens * arch.layers * arch.num_kv_heads * arch.head_width

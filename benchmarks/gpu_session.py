@@ -116,7 +116,7 @@ def measure_engine(name: str, model: str, out: Path, kind: str) -> None:
 def measure_tiny_agreement(out: Path, tiny: bool) -> None:
     """Agreement of plain and tree passes of the embedded model in bfloat16."""
     from underdraw import Pipeline
-    from underdraw.bench.agreement import measure_agreement
+    from underdraw.bench.agreement import Subject, measure_agreement
     from underdraw.bench.environment import describe_machine
     from underdraw.engine.cuda_graphs import EagerPass, GraphCache, make_graph_cache
 
@@ -125,15 +125,9 @@ def measure_tiny_agreement(out: Path, tiny: bool) -> None:
     count = 1 if tiny else 20
     texts = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
     request = pipe.request(texts)
-    agreement = measure_agreement(
-        pipe.model.target,
-        pipe.model.make_layout(request.size),
-        [pipe.model.make_prompt(text, None, request.size) for text in texts],
-        request.guidance,
-        graphs.with_min_bucket,
-        temperature=request.temperature,
-        top_k=request.top_k,
-    )
+    layout = pipe.model.make_layout(request.size)
+    subject = Subject("tiny", pipe.model.target, layout, pipe.prompts(request), request.guidance, request.top_k)
+    agreement = measure_agreement(subject, graphs.with_min_bucket, temperature=request.temperature)
     facts = {"model": "tiny", "dtype": "bfloat16", "machine": describe_machine(pipe.device)}
     record = {**facts, "guidance": request.guidance, **agreement}
     (out / "agreement.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -25,7 +25,8 @@ def make_graphs(min_nodes: int) -> GraphCache:
 
 @pytest.mark.parametrize("layout", [toy_models.PLAIN, toy_models.ROW_ENDS], ids=["plain", "row-ends"])
 def test_cpu_agrees_completely(layout: Any) -> None:
-    record = measure_agreement(toy_models.target(), layout, toy_models.prompts(3), 2.0, make_graphs)
+    drawn = Subject("toy", toy_models.target(), layout, toy_models.prompts(3), guidance=2.0, top_k=0)
+    record = measure_agreement(drawn, make_graphs)
     decoded = layout.stop - layout.start - 1
     assert record["pictures"] == 3
     for shares in record["shapes"].values():
@@ -51,7 +52,7 @@ class ShapeDependentTarget(DecoderTarget):
 
 def test_shape_dependent_rounding_is_detected_and_equal_shapes_agree() -> None:
     target = ShapeDependentTarget(toy_models.target().net)
-    shapes = measure_agreement(target, toy_models.PLAIN, toy_models.prompts(4), 2.0, make_graphs)["shapes"]
+    shapes = measure_agreement(subject(target), make_graphs)["shapes"]
     assert shapes["one node"]["tokens_equal"] < 1 and shapes["one node"]["pictures_equal"] < 1
     assert (
         shapes["the shapes of tree passes"]["tokens_equal"]

@@ -22,7 +22,7 @@ from underdraw.drafters.jacobi import Jacobi
 from underdraw.drafters.jacobi_tree import JacobiTree
 from underdraw.engine.autotune import FixedPlan
 from underdraw.engine.cuda_graphs import GraphCache
-from underdraw.engine.decode import collect_passes, decode
+from underdraw.engine.decode import decode
 from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.models.config import Placement
@@ -64,7 +64,13 @@ class ForcedPicture:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.tokens = torch.zeros(1, layout.steps + MAX_NODES, dtype=torch.int64, device=device)
+        self.tokens[0, : layout.start] = torch.tensor(layout.prologue, dtype=torch.int64)
+        self.drawn = slice(layout.start, layout.stop)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # tokens, and tokens that the target chose too
+
+    def set_tokens(self, tokens: Tensor) -> None:
+        """Force another picture: all tokens that `draw` returns of it."""
+        self.tokens[0, self.drawn].copy_(tokens)
 
     def open(
         self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance
@@ -91,50 +97,6 @@ class ForcedPictureSession(CapturableDraft):
         steps = request.steps[:, None] + torch.arange(request.plan.depth + 1, device=request.steps.device)
         tokens = self.picture.tokens.gather(1, steps).scatter(1, torch.zeros_like(steps[:, :1]), request.root[:, None])
         return chain(tokens, None if request.limits is None else request.limits.depth)
-
-
-@torch.inference_mode()
-def measure_agreement(
-    target: DecoderTarget,
-    layout: Layout,
-    prompts: Sequence[Prompt],
-    guidance: float,
-    make_graphs: Callable[[int], GraphCache],
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-) -> dict[str, Any]:
-    """Shares of equal tokens and of identical pictures, one picture per prompt.
-
-    `make_graphs(n)` returns captured passes over at least n nodes. With n = 1 plain passes have one node; with the
-    trees' number of nodes, plain and tree passes have the same GEMM shapes.
-    """
-    device = target.net.head.weight.device
-    tree = FixedPlan(TreePlan(NODES - 1, 1, 1, NODES))
-    result: dict[str, Any] = {
-        "kind": "agreement", "pictures": len(prompts), "nodes": NODES, "temperature": temperature, "shapes": {}
-    }  # fmt: skip
-    for min_nodes, name in ((1, "one node"), (NODES, "the shapes of tree passes")):
-        graphs, forced, identical = make_graphs(min_nodes), ForcedPicture(layout, device), 0
-
-        def draw(
-            seed: int, drafter: Drafter, policy: TreePolicy, verifier: Verifier, graphs: GraphCache = graphs
-        ) -> Tensor:
-            sampler = Sampler(layout, (seed,), temperature=temperature, top_k=top_k, device=device)
-            parts = target, drafter, policy, verifier, [prompts[seed]], sampler
-            history = History(layout)
-            collect_passes(decode(*parts, guidance=guidance, histories=[history], graphs=graphs))
-            return torch.from_numpy(history.tokens)
-
-        for seed in range(len(prompts)):
-            plain = draw(seed, Forced(), NoTree(), Exact())
-            identical += torch.equal(plain, draw(seed, Jacobi(), tree, Exact()))
-            forced.tokens[0, : layout.steps].copy_(plain)
-            draw(seed, forced, tree, forced)
-        tokens, equal = forced.counts.tolist()
-        shares = {"tokens_equal": equal / tokens, "pictures_equal": identical / len(prompts)}
-        result["shapes"][name] = {**shares, "tokens": tokens}
-    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +199,30 @@ def draw(
 
 
 @torch.inference_mode()
+def measure_agreement(
+    subject: Subject, make_graphs: Callable[[int], GraphCache], *, temperature: float = 1.0
+) -> dict[str, Any]:
+    """Shares of equal tokens and of identical pictures, one picture per prompt.
+
+    `make_graphs(n)` returns captured passes over at least n nodes. With n = 1 plain passes have one node; with the
+    trees' number of nodes, plain and tree passes have the same GEMM shapes.
+    """
+    count, tree = len(subject.prompts), FixedPlan(TreePlan(NODES - 1, 1, 1, NODES))
+    shapes = {}
+    for min_nodes, name in ((1, "one node"), (NODES, "the shapes of tree passes")):
+        options: dict[str, Any] = {"temperature": temperature, "graphs": make_graphs(min_nodes)}
+        forced, identical = ForcedPicture(subject.layout, subject.device), 0
+        for seed in range(count):
+            plain = draw(subject, (seed,), Forced(), NoTree(), **options)[0]
+            identical += torch.equal(plain, draw(subject, (seed,), Jacobi(), tree, **options)[0])
+            forced.set_tokens(plain)
+            draw(subject, (seed,), forced, tree, verifier=forced, **options)
+        tokens, equal = forced.counts.tolist()
+        shapes[name] = {"tokens_equal": equal / tokens, "pictures_equal": identical / count, "tokens": tokens}
+    return {"kind": "agreement", "pictures": count, "nodes": NODES, "temperature": temperature, "shapes": shapes}
+
+
+@torch.inference_mode()
 def measure_matrix(
     subject: Subject,
     cells: Sequence[Setting],
@@ -289,7 +275,7 @@ class LogitsRecorder(ForcedPicture):
 def _forced_logits(subject: Subject, picture: int, tokens: Tensor) -> Tensor:
     """Guided logits (tokens, codes) of a model along a finished picture."""
     recorder = LogitsRecorder(subject.layout, subject.device)
-    recorder.tokens[0, : subject.layout.steps].copy_(tokens)
+    recorder.set_tokens(tokens)
     plan = FixedPlan(TreePlan(QUALITY_NODES - 1, 1, 1, QUALITY_NODES))
     draw(subject, (picture,), recorder, plan, temperature=1.0, graphs=None, verifier=recorder)
     return torch.cat(recorder.logits)
@@ -300,15 +286,11 @@ def measure_quality(full: Subject, quantized: Subject, pictures: int, *, tempera
     """What quantisation changes along pictures of the full model: greedy choices, KL divergence, pictures drawn."""
     equal = count = identical = 0
     divergence = torch.zeros((), dtype=torch.float64)
-    steps = torch.arange(full.layout.steps)
     for picture in range(pictures):
         options: dict[str, Any] = {"temperature": temperature, "graphs": None}
         drawn = draw(full, (picture,), Forced(), NoTree(), **options)[0]
         identical += torch.equal(drawn, draw(quantized, (picture,), Forced(), NoTree(), **options)[0])
-        tokens = torch.zeros_like(steps)
-        tokens[full.layout.start : full.layout.stop] = drawn
-        tokens[: full.layout.start] = torch.tensor(full.layout.prologue, dtype=tokens.dtype)
-        p, q = (_forced_logits(subject, picture, tokens) for subject in (full, quantized))
+        p, q = (_forced_logits(subject, picture, drawn) for subject in (full, quantized))
         equal += int((p.argmax(1) == q.argmax(1)).sum())
         log_p, log_q = p.double().log_softmax(1), q.double().log_softmax(1)
         divergence += (log_p.exp() * (log_p - log_q)).sum()

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from underdraw.cli.generate_image import summary_line
 from underdraw.cli.options import load_pipeline
 from underdraw.cli.progress import RunProgress
-from underdraw.cli.records import summary_line
 from underdraw.distributed.planned_images import WorkerOptions, Workers
 from underdraw.distributed.ranks import current_rank, local_rank
 from underdraw.distributed.run import RunResult, RunSpec, draw_run

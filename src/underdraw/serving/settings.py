@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from underdraw.errors import ConfigError
+from underdraw.ranges import check_number
 
 MAX_SLOTS, MAX_QUEUE = 256, 100_000
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -31,14 +32,9 @@ class ServerSettings:
     page: bool = True
 
     def __post_init__(self) -> None:
-        checks = (
-            ("--port", self.port, 0, 65535),
-            ("--slots", self.slots, 1, MAX_SLOTS),
-            ("--queue", self.queue, 0, MAX_QUEUE),
-        )
-        for name, value, low, high in checks:
-            if not low <= value <= high:
-                raise ConfigError(f"{name} {value} is out of range; use {low} to {high}.")
+        check_number("--port", self.port, 0, 65535)
+        check_number("--slots", self.slots, 1, MAX_SLOTS)
+        check_number("--queue", self.queue, 0, MAX_QUEUE)
         if not 0 < self.timeout < float("inf"):
             raise ConfigError(f"--timeout {self.timeout} is not allowed; use a number of seconds above 0.")
         for name in self.allowed_hosts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,24 @@ class ParityCase:
     model: LoadedModel
 
 
+ReferenceLogits = Callable[[Any, tuple[int, ...], Tensor], Tensor]
+"""(model of transformers, prompt row, codes (N,)) -> (N + 1, K)."""
+
+
 def load(path: Path) -> LoadedModel:
     return load_model(open_checkpoint(path), CPU)
+
+
+def compare_guided_logits(
+    case: ParityCase, text: str, codes: Tensor, scale: float, logits: ReferenceLogits
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Our guided logits along codes (N,), and the reference's of the conditional and the unconditional row."""
+    model, size = case.model, case.model.sizes[0]
+    layout, prompt = model.make_layout(size), model.make_prompt(text, None, size)
+    ours = chain_logits(model, prompt, layout, codes + layout.codes.start, scale)
+    assert isinstance(prompt.condition, tuple) and isinstance(prompt.unconditional, tuple)
+    cond, uncond = (logits(case.reference, row, codes) for row in (prompt.condition, prompt.unconditional))
+    return ours, cond, uncond
 
 
 def chain_logits(model: LoadedModel, prompt: Prompt, layout: Layout, tokens: Tensor, guidance: float = 1.0) -> Tensor:

@@ -208,14 +208,14 @@ class PipelineParts:
         measure = autotune.measure_again if self.drafter.proposes == "tree" else autotune.measure_windows_again
         return measure(workload)
 
-    def _workload(self, request: GenerationRequest) -> autotune.Workload:
+    def _workload(self, request: GenerationRequest) -> autotune.TimedDecode:
         """A decode like that of the request, for measuring costs."""
         batch = min(len(request.prompts), autotune.MAX_BATCH)
         if self.graphs is None and self.drafter.proposes != "tree":
             batch = 1  # passes of a batch take long on a CPU, and their cost is that of as many nodes in one image
         arch = self.model.target.net.arch
         layout, temperature = self.model.make_layout(request.size), request.temperature
-        return autotune.Workload(
+        return autotune.TimedDecode(
             key=(
                 self.model.family,
                 arch.dim,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import checkpoint_writers
 import newer_checkpoint_writers
@@ -16,17 +18,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
+def write_and_load(folder: Path, write: Callable[[Path], Any]) -> ParityCase:
+    """`write` returns the reference: a state dict, or a model of transformers."""
+    reference = write(folder)
+    return ParityCase(folder, reference, load(folder))
+
+
 @pytest.fixture(scope="session")
 def anole(root: Path) -> ParityCase:
-    state = checkpoint_writers.write_anole(root / "anole")
-    return ParityCase(root / "anole", state, load(root / "anole"))
+    return write_and_load(root / "anole", checkpoint_writers.write_anole)
 
 
 @pytest.fixture(scope="session")
 def lumina(root: Path) -> ParityCase:
-    path = root / "lumina" / "Lumina-mGPT-tiny-128"
-    state = checkpoint_writers.write_lumina(path)
-    return ParityCase(path, state, load(path))
+    return write_and_load(root / "lumina" / "Lumina-mGPT-tiny-128", checkpoint_writers.write_lumina)
 
 
 @pytest.fixture(scope="session")
@@ -43,40 +48,32 @@ def c2i(root: Path) -> ParityCase:
 
 @pytest.fixture(scope="session")
 def converted(root: Path) -> ParityCase:
-    path = root / "converted" / "LlamaGen-T2I"
-    state = checkpoint_writers.write_llamagen_converted(path)
-    return ParityCase(path, state, load(path))
+    return write_and_load(root / "converted" / "LlamaGen-T2I", checkpoint_writers.write_llamagen_converted)
 
 
 @pytest.fixture(scope="session")
 def janus(root: Path) -> ParityCase:
-    model = checkpoint_writers.write_janus(root / "janus")
-    return ParityCase(root / "janus", model, load(root / "janus"))
+    return write_and_load(root / "janus", checkpoint_writers.write_janus)
 
 
 @pytest.fixture(scope="session")
 def glm_image(root: Path) -> ParityCase:
-    model = newer_checkpoint_writers.write_glm_image(root / "glm_image")
-    return ParityCase(root / "glm_image", model, load(root / "glm_image"))
+    return write_and_load(root / "glm_image", newer_checkpoint_writers.write_glm_image)
 
 
 @pytest.fixture(scope="session")
 def simplear(root: Path) -> ParityCase:
-    model = newer_checkpoint_writers.write_simplear(root / "simplear" / "SimpleAR-tiny")
-    return ParityCase(root / "simplear" / "SimpleAR-tiny", model, load(root / "simplear" / "SimpleAR-tiny"))
+    return write_and_load(root / "simplear" / "SimpleAR-tiny", newer_checkpoint_writers.write_simplear)
 
 
 @pytest.fixture(scope="session")
 def lumina2(root: Path) -> ParityCase:
-    path = root / "lumina2" / "Lumina-mGPT-2.0"
-    states = newer_checkpoint_writers.write_lumina2(path)
-    return ParityCase(path, states, load(path))
+    return write_and_load(root / "lumina2" / "Lumina-mGPT-2.0", newer_checkpoint_writers.write_lumina2)
 
 
 @pytest.fixture(scope="session")
 def emu3(root: Path) -> ParityCase:
-    model = checkpoint_writers.write_emu3(root / "emu3")
-    return ParityCase(root / "emu3", model, load(root / "emu3"))
+    return write_and_load(root / "emu3", checkpoint_writers.write_emu3)
 
 
 @pytest.fixture

@@ -145,5 +145,5 @@ def test_lumina_guided_logits_match_transformers(lumina: ParityCase) -> None:
     torch.testing.assert_close(ours, uncond + 4.0 * (cond - uncond), atol=1e-4, rtol=0)
 
 
-def test_lumina_and_anole_are_told_apart_by_configuration(anole: ParityCase, lumina: ParityCase) -> None:
+def test_configuration_distinguishes_lumina_and_anole(anole: ParityCase, lumina: ParityCase) -> None:
     assert (anole.model.family, lumina.model.family) == ("anole", "lumina")

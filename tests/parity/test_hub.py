@@ -66,7 +66,7 @@ def test_selection_by_folder() -> None:
     assert "vae/model.safetensors" in names_of(select_weights(listing, ["vae"]))
 
 
-def test_file_beside_shards_is_not_downloaded_twice() -> None:
+def test_single_file_with_the_weights_of_shards_is_not_downloaded() -> None:
     listing = files("model.safetensors", "model.safetensors.index.json", "model-00001-of-00001.safetensors")
     assert names_of(select_weights(listing)) == ["model-00001-of-00001.safetensors"]
 

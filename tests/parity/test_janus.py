@@ -51,11 +51,7 @@ def test_prompt_tokens(janus: ParityCase) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 5.0])
 def test_logits_match_transformers(janus: ParityCase, scale: float) -> None:
-    model, codes = janus.model, random_codes(11)
-    size = model.sizes[0]
-    layout, prompt = model.make_layout(size), model.make_prompt(PROMPT_TEXT, None, size)
-    ours = parity_cases.chain_logits(model, prompt, layout, codes + layout.codes.start, scale)
-    cond, uncond = (logits(janus.reference, row, codes) for row in (prompt.condition, prompt.unconditional))  # type: ignore[arg-type]
+    ours, cond, uncond = parity_cases.compare_guided_logits(janus, PROMPT_TEXT, random_codes(11), scale, logits)
     torch.testing.assert_close(ours, uncond + scale * (cond - uncond), atol=1e-4, rtol=0)
 
 

@@ -43,43 +43,39 @@ def layer_norm(x: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
     return x * state[f"{name}.weight"] + state[f"{name}.bias"]
 
 
+def attention_and_ffn(state: dict[str, Tensor], x: Tensor, scores: Tensor, v: Tensor, eps: float) -> Tensor:
+    """The rest of a layer: x (L, D), scores (heads, L, L) before the causal mask, v (L, heads, width)."""
+    scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+    attended = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(x.shape)
+    x = x + attended @ state["layers.0.self_attn.o_proj.weight"].T
+    normal = reference.rms(x, state["layers.0.post_attention_layernorm.weight"], eps)
+    gate, up = (normal @ state[f"layers.0.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+    return x + (reference.swish(gate) * up) @ state["layers.0.mlp.down_proj.weight"].T
+
+
 def chameleon_head(state: dict[str, Tensor], tokens: Tensor, features: Tensor) -> Tensor:
     """The head's features (L, D) from its formulas: fc([embedding; feature]), one layer, no norm at the end."""
     x = torch.cat([state["embed_tokens.weight"][tokens], features], -1) @ state["fc.weight"].T + state["fc.bias"]
-    length, dim = x.shape
+    length = len(x)
     normal = reference.rms(x, state["layers.0.input_layernorm.weight"], 1e-5)
     q, k, v = ((normal @ state[f"layers.0.self_attn.{part}_proj.weight"].T).view(length, 4, -1) for part in "qkv")
     rates = 10000.0 ** (-torch.arange(4) / 4)
     angles = torch.arange(length)[:, None] * rates
     q = apply_rope(layer_norm(q, state, "layers.0.self_attn.q_norm"), angles)
     k = apply_rope(layer_norm(k, state, "layers.0.self_attn.k_norm"), angles)
-    scores = torch.einsum("ihd,jhd->hij", q, k) / 8**0.5
-    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-    x = x + torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(length, dim) @ (
-        state["layers.0.self_attn.o_proj.weight"].T
-    )
-    normal = reference.rms(x, state["layers.0.post_attention_layernorm.weight"], 1e-5)
-    gate, up = (normal @ state[f"layers.0.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
-    return x + (reference.swish(gate) * up) @ state["layers.0.mlp.down_proj.weight"].T
+    return attention_and_ffn(state, x, torch.einsum("ihd,jhd->hij", q, k) / 8**0.5, v, eps=1e-5)
 
 
 def llamagen_head(state: dict[str, Tensor], tokens: Tensor, features: Tensor) -> Tensor:
     """The same for LlamaGen: no norm before attention, 119 zero rotations, then the grid."""
     x = torch.cat([state["embed_tokens.weight"][tokens], features], -1) @ state["fc.weight"].T + state["fc.bias"]
-    length, dim = x.shape
+    length = len(x)
     table = reference.rotation_table(4, 64, 119)[:length, None]
     q, k, v = ((x @ state[f"layers.0.self_attn.{part}_proj.weight"].T).view(length, 1, -1) for part in "qkv")
     q, k = (
         torch.view_as_real(torch.view_as_complex(part.reshape(length, 1, -1, 2)) * table).flatten(2) for part in (q, k)
     )
-    scores = torch.einsum("ihd,jhd->hij", q, k) / 8
-    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-    x = x + torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(length, dim) @ (
-        state["layers.0.self_attn.o_proj.weight"].T
-    )
-    normal = reference.rms(x, state["layers.0.post_attention_layernorm.weight"], 1e-6)
-    gate, up = (normal @ state[f"layers.0.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
-    return x + (reference.swish(gate) * up) @ state["layers.0.mlp.down_proj.weight"].T
+    return attention_and_ffn(state, x, torch.einsum("ihd,jhd->hij", q, k) / 8, v, eps=1e-6)
 
 
 def open_session(drafter: Eagle, case: ParityCase) -> tuple[EagleSession, PrefillOutput]:
@@ -171,7 +167,7 @@ def test_folder_without_a_head_is_an_error(tmp_path: Path, anole: ParityCase) ->
         load_drafter_by_name("nowhere", anole.model)
 
 
-def test_drafter_given_as_a_model_is_an_error(tmp_path: Path) -> None:
+def test_drafter_loaded_as_a_model_is_an_error(tmp_path: Path) -> None:
     for kind in ("anole", "llamagen"):
         checkpoint_writers.write_drafter(tmp_path / kind, kind)
         checkpoint_writers.write_text_tokenizer(tmp_path / kind / "tokenizer.json", 8900)

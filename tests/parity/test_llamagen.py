@@ -88,7 +88,7 @@ def test_class_logits_match_the_formulas(c2i: ParityCase, scale: float) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["model", "module", "state_dict", None])
-def test_state_dict_is_found_in_every_wrapper(tmp_path: Path, c2i: ParityCase, wrap: str | None) -> None:
+def test_state_dict_is_read_from_every_wrapper(tmp_path: Path, c2i: ParityCase, wrap: str | None) -> None:
     """DDP, DeepSpeed, Lightning, and bare as FSDP saves it; argparse namespaces next to the weights are allowed."""
     path, _ = checkpoint_writers.write_llamagen(tmp_path, "c2i", wrap)
     state, expected = parity_cases.load(path).target.net.state_dict(), c2i.model.target.net.state_dict()

@@ -199,7 +199,7 @@ def test_model_is_opened_from_the_hub_cache(tmp_path: Path, anole: ParityCase) -
         open_checkpoint("nobody/nothing", hub)
 
 
-def test_companions_are_found_through_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_names_folders_of_companions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "vqgan.ckpt").touch()
     (tmp_path / "near" / "model").mkdir(parents=True)

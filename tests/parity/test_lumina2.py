@@ -119,7 +119,7 @@ def test_published_image_tokenizer() -> None:
     assert decoder == pytest.approx(161.1e6, rel=0.002) and arch.downsample == 8
 
 
-def test_versions_are_told_apart() -> None:
+def test_configuration_distinguishes_versions() -> None:
     first = {"model_type": "chameleon", "mask_image_logits": True, "vocab_size": 65536}
     second = {**first, "vocab_size": 171385}
     chameleon = {"model_type": "chameleon"}

@@ -56,11 +56,7 @@ def test_prompt_tokens(simplear: ParityCase) -> None:
 @pytest.mark.parametrize("scale", [1.0, 6.0])
 def test_logits_match_transformers(simplear: ParityCase, scale: float) -> None:
     """Two rows of different lengths; guidance on logits and on log-probabilities differ by a constant."""
-    model, codes = simplear.model, random_codes(11)
-    size = model.sizes[0]
-    layout, prompt = model.make_layout(size), model.make_prompt(PROMPT_TEXT, None, size)
-    ours = parity_cases.chain_logits(model, prompt, layout, codes + layout.codes.start, scale)
-    cond, uncond = (logits(simplear.reference, row, codes) for row in (prompt.condition, prompt.unconditional))  # type: ignore[arg-type]
+    ours, cond, uncond = parity_cases.compare_guided_logits(simplear, PROMPT_TEXT, random_codes(11), scale, logits)
     torch.testing.assert_close(ours, uncond + scale * (cond - uncond), atol=2e-4, rtol=0)
     guided = uncond.log_softmax(-1) + scale * (cond.log_softmax(-1) - uncond.log_softmax(-1))
     torch.testing.assert_close(ours.softmax(-1), guided.softmax(-1), atol=1e-5, rtol=0)
@@ -109,7 +105,7 @@ def test_published_decoder() -> None:
     assert tokenizer.codebook[1 + 8 * 7 + 512 * 4].tolist() == [-0.75, 0.75, -1.0, 1.0, -1.0, -1.0]
 
 
-def test_head_of_its_own_and_fast_tokenizer(simplear: ParityCase, tmp_path: Path) -> None:
+def test_untied_head_and_fast_tokenizer(simplear: ParityCase, tmp_path: Path) -> None:
     """Neither is published, but both are what transformers may save."""
     from transformers import AutoTokenizer
 

@@ -17,7 +17,7 @@ from underdraw.drafters.jacobi_tree import JacobiTree
 from underdraw.engine.autotune import (
     FixedPlan,
     PassCosts,
-    Workload,
+    TimedDecode,
     build_tree,
     load_or_measure_costs,
     load_or_measure_windows,
@@ -48,9 +48,9 @@ from underdraw.policies.fixed import Chain, NoTree
 from underdraw.sampling import Sampler
 
 
-def make_workload(*, captured: bool) -> Workload:
+def make_workload(*, captured: bool) -> TimedDecode:
     target = toy_models.target()
-    return Workload(
+    return TimedDecode(
         key=("toy",),
         target=target,
         drafter=toy_models.eagle(target),
@@ -96,7 +96,7 @@ def test_file_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.Lo
     assert costs.plain > 0 and "cannot be written" in caplog.text
 
 
-def no_workload() -> Workload:
+def no_workload() -> TimedDecode:
     raise AssertionError("nothing is measured")
 
 
@@ -105,7 +105,7 @@ def test_tree_is_resolved_without_costs_where_possible() -> None:
     assert resolve_tree(Chain(3), Jacobi(), no_workload) == Chain(3)
 
 
-def window_workload(drafter: Any = None, *, captured: bool = False, batch: int = 1) -> Workload:
+def window_workload(drafter: Any = None, *, captured: bool = False, batch: int = 1) -> TimedDecode:
     workload = make_workload(captured=captured)
     seeds = range(batch)
     sampler = Sampler(Layout(12, 12, toy_models.PLAIN.codes), seeds)

@@ -192,10 +192,10 @@ def drafter(
     check_folder(out)
     from underdraw.training.drafter import DrafterOptions, train_drafter
     from underdraw.training.samples import Samples
-    from underdraw.training.trainer import Processes
+    from underdraw.training.trainer import TrainingProcesses
 
     settings = DrafterOptions(**asdict(drafter_options))
-    processes = Processes()
+    processes = TrainingProcesses()
     start_logging(is_main=processes.is_main)
     data = Samples.load(samples)
     target = load_target(model_options.model, processes.device or model_options.device, model_options.dtype)

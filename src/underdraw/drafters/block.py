@@ -86,11 +86,11 @@ class BlockSession(EagleSession):
         slots = net.markov_feature(self.slot_outputs)  # (R, D, markov_dim)
 
         def expand(level: Frontier) -> Tensor:
-            here = slice(level.depth, level.depth + 1)
+            this_level = slice(level.depth, level.depth + 1)
             tokens = net.project_tokens(level.tokens).repeat(self.copies, 1, 1)
             # Guidance is linear, so it can be applied before the last GEMM, which halves its rows.
-            mixed = apply_guidance(net.mix(slots[:, here], tokens), self.guidance)
-            return logits[:, here] + net.markov_out(mixed).float()
+            mixed = apply_guidance(net.mix(slots[:, this_level], tokens), self.guidance)
+            return logits[:, this_level] + net.markov_out(mixed).float()
 
         return expand
 

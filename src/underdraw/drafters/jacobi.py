@@ -71,14 +71,13 @@ class JacobiSession(CapturableDraft):
         return True
 
     def copy_slots(self, source: JacobiSession, source_slots: Sequence[int], slots: Sequence[int]) -> None:
-        there, here = list(source_slots), list(slots)
-        self.guesses[here] = source.guesses[there]
+        self.guesses[list(slots)] = source.guesses[list(source_slots)]
         if self.sampled_from is None and source.sampled_from is not None:
             self.sampled_from = GuessDistributions.empty_like(
                 source.sampled_from.probs[:1].expand(len(self.guesses), -1, -1)
             )
         if self.sampled_from is not None:
-            self.sampled_from.copy_slots(source.sampled_from, there, here)
+            self.sampled_from.copy_slots(source.sampled_from, list(source_slots), list(slots))
         self.passes.copy_(torch.maximum(self.passes, source.passes))
 
     def draft(self, request: DraftRequest) -> DraftTree:
@@ -175,16 +174,13 @@ class GuessDistributions:
         roots = torch.zeros_like(is_valid[:, 0], dtype=torch.int64)
         return cls(probs.new_zeros(batch, MAX_NODES, vocab_size), is_valid, roots)
 
-    def copy_slots(self, source: GuessDistributions | None, there: list[int], here: list[int]) -> None:
-        """Overwrite images `here` by images `there`; without a source no node is valid."""
-        self.is_valid[here] = False
+    def copy_slots(self, source: GuessDistributions | None, source_slots: list[int], slots: list[int]) -> None:
+        """Overwrite images `slots` by images `source_slots`; without a source no node is valid."""
+        self.is_valid[slots] = False
         if source is not None:
-            for mine, theirs in (
-                (self.probs, source.probs),
-                (self.is_valid, source.is_valid),
-                (self.roots, source.roots),
-            ):
-                mine[here] = theirs[there]
+            self.probs[slots] = source.probs[source_slots]
+            self.is_valid[slots] = source.is_valid[source_slots]
+            self.roots[slots] = source.roots[source_slots]
 
     def fill(self, probs: Tensor, is_valid: Tensor, roots: Tensor) -> None:
         count = probs.shape[1]

@@ -19,7 +19,7 @@ from underdraw.layout import Layout
 from underdraw.nn.cached_decoder import CachedDecoder
 from underdraw.nn.layer_functions import EAGER
 from underdraw.nn.rope import RopeTable
-from underdraw.nn.target import apply_guidance, guidance_copies, guidance_scales
+from underdraw.nn.target import GuidedRows, apply_guidance, guidance_copies, guidance_scales
 from underdraw.nn.transformer import Transformer
 from underdraw.plan import MAX_NODES, bucket_size
 from underdraw.protocols import CapturableDraft, DraftRequest, Guidance, PassConfig, VerifiedStep
@@ -55,7 +55,7 @@ class PendingTokens:
             self.features[rows, :width] = other.features[other_rows]
 
 
-class NetworkDraftSession(CapturableDraft):
+class NetworkDraftSession(GuidedRows, CapturableDraft):
     """Drafts for one batch. `offset` (R,) is the sequence position of step 0, as in the target."""
 
     def __init__(
@@ -154,15 +154,8 @@ class NetworkDraftSession(CapturableDraft):
     @torch.no_grad()
     def copy_slots(self, source: NetworkDraftSession, source_slots: Sequence[int], slots: Sequence[int]) -> None:
         source.append_prompt()
-        there, rows = (
-            [slot + copy * len(session.committed) for copy in range(self.copies) for slot in chosen]
-            for session, chosen in ((source, source_slots), (self, slots))
-        )
-        self.cache.copy_rows(source.cache, there, rows)
-        self.rope_table.copy_rows(source.rope_table, there, rows)
+        source_rows, rows = self.copy_rows(source, source_slots, slots)
         self.committed[list(slots)] = source.committed[list(source_slots)]
-        if isinstance(self.guidance, Tensor) and isinstance(source.guidance, Tensor):
-            self.guidance[list(slots)] = source.guidance[list(source_slots)]
         assert self.pending is not None and source.pending is not None
         buffers, counts = self._pending_buffers(source.pending), [0] * len(self.cache.host_lengths)
         width = source.pending.tokens.shape[1]
@@ -170,8 +163,8 @@ class NetworkDraftSession(CapturableDraft):
             counts, width = list(self.host_pending_counts), max(width, self.pending.tokens.shape[1])
             if self.pending_width is None:
                 buffers.copy_rows(self.pending)  # of an eager pass
-        buffers.copy_rows(source.pending, there, rows)
-        for row, source_row in zip(rows, there, strict=True):
+        buffers.copy_rows(source.pending, source_rows, rows)
+        for row, source_row in zip(rows, source_rows, strict=True):
             counts[row] = source.host_pending_counts[source_row]
         self.is_prompt_pending, self.pending_width, self.host_pending_counts = False, None, tuple(counts)
         self.pending = buffers.view(width, self.host_pending_counts)
@@ -287,11 +280,11 @@ class LevelExpander:
         parents = level.parents[..., None]  # (B, W, 1)
         outputs = self.outputs.unflatten(0, (copies, batch))
         features = outputs.gather(2, parents.expand(copies, -1, -1, outputs.shape[-1])).flatten(0, 1)
-        here = slice(level.depth - 1, level.depth)
-        cos_sin = self.cos_sin[:, here].expand(-1, width, -1, -1)
+        this_level = slice(level.depth - 1, level.depth)
+        cos_sin = self.cos_sin[:, this_level].expand(-1, width, -1, -1)
         position_inputs = None
         if self.position_inputs is not None:
-            position_inputs = self.position_inputs[:, here].expand(-1, width, -1)
+            position_inputs = self.position_inputs[:, this_level].expand(-1, width, -1)
         itself = _identity_mask(width, tokens.device).expand(batch, width, width)
         if self.ancestors is None:
             self.ancestors = itself

@@ -74,7 +74,7 @@ class FixedPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class TimedDecode:
     """The decode whose passes are timed, and the key that its costs are stored under."""
 
     key: tuple[object, ...]
@@ -115,7 +115,7 @@ def build_tree(spec: str | TreePolicy) -> TreePolicy | None:
 
 
 def resolve_tree(
-    policy: TreePolicy | None, drafter: Drafter, workload: Callable[[], Workload], batch: int | None = None
+    policy: TreePolicy | None, drafter: Drafter, workload: Callable[[], TimedDecode], batch: int | None = None
 ) -> TreePolicy:
     """`policy`; if it is None (`auto`), the one that is fastest by measured costs for `batch` images at once.
 
@@ -135,14 +135,14 @@ def resolve_tree(
     return Cost(linear.plain, linear.base, linear.node, linear.level)
 
 
-def load_or_measure_windows(workload: Workload, file: Path | None = None) -> WindowCosts:
+def load_or_measure_windows(workload: TimedDecode, file: Path | None = None) -> WindowCosts:
     """The costs of chains and trees by size, measured unless they are stored; those of a busy machine are replaced."""
     stored = read_windows(workload.name, file)
     return stored if stored is not None and stored.is_final else measure_windows_again(workload, file, stored)
 
 
 def measure_windows_again(
-    workload: Workload, file: Path | None = None, stored: WindowCosts | None = None
+    workload: TimedDecode, file: Path | None = None, stored: WindowCosts | None = None
 ) -> WindowCosts:
     """Measure the costs of chains and trees by size and store them, together with what is kept of `stored`."""
     costs = measure_windows(
@@ -160,7 +160,7 @@ def measure_windows_again(
 
 
 def read_windows(name: str, file: Path | None = None) -> WindowCosts | None:
-    """The stored costs of Jacobi chains and trees of `Workload.name`, if there are any."""
+    """The stored costs of Jacobi chains and trees of `TimedDecode.name`, if there are any."""
 
     def parse(row: dict[str, Any]) -> WindowCosts:
         chain, tree = (tuple((int(size), float(ms)) for size, ms in row[key]) for key in ("chain", "tree"))
@@ -185,12 +185,12 @@ def tree_within_budget(costs: PassCosts) -> TreePolicy:
     )
 
 
-def load_or_measure_costs(workload: Workload, file: Path | None = None) -> PassCosts:
+def load_or_measure_costs(workload: TimedDecode, file: Path | None = None) -> PassCosts:
     """The stored costs of a workload, or else `measure_again`."""
     return read_costs(workload.name, file) or measure_again(workload, file)
 
 
-def measure_again(workload: Workload, file: Path | None = None) -> PassCosts:
+def measure_again(workload: TimedDecode, file: Path | None = None) -> PassCosts:
     """Measure the costs of a workload and store them; the log says where."""
     costs = measure(workload)
     _store(workload.name, asdict(costs), file or costs_file())
@@ -206,7 +206,7 @@ def _store(name: str, entry: dict[str, Any], file: Path, level: int = logging.WA
         log.warning("measured what passes cost on this machine; %s cannot be written (%s)", file, error)
 
 
-def measure(workload: Workload) -> PassCosts:
+def measure(workload: TimedDecode) -> PassCosts:
     """Time a few passes of each tree size."""
     drafter, graphs, pass_ms = workload.drafter, workload.graphs, workload.pass_ms
     plain = pass_ms(Forced(), NoTree(), graphs)
@@ -235,7 +235,7 @@ def costs_file() -> Path:
 
 
 def read_costs(name: str, file: Path | None = None) -> PassCosts | None:
-    """The stored costs of `Workload.name`, if there are any."""
+    """The stored costs of `TimedDecode.name`, if there are any."""
 
     def parse(row: dict[str, Any]) -> PassCosts:
         costs = PassCosts(**{**row, "curve": _rounded(row["curve"]), "levels": _rounded(row["levels"])})

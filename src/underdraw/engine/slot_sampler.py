@@ -11,7 +11,7 @@ from torch import Tensor
 from underdraw.layout import Layout
 from underdraw.sampling import NoiseStream, Sampler, has_topk_kernel, top_p_filter, topk_filter
 
-MAX_TABLE_BYTES = 2**31  # of precomputed noise per stream
+MAX_NOISE_BYTES = 2**31  # of precomputed noise per stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +46,21 @@ class SlotSampler(Sampler):
 
     def precompute_noise(self, seeds: Tensor, streams: Sequence[NoiseStream] = ("target",)) -> None:
         """Allocate tables for the noise of all steps; `copy_slots` computes it for new images."""
-        self.allocate_noise(streams, MAX_TABLE_BYTES)
+        self.allocate_noise(streams, MAX_NOISE_BYTES)
 
     def copy_slots(self, source: SlotSampler, source_slots: Sequence[int], slots: Sequence[int]) -> None:
         """Overwrite settings and noise of images `slots` by those of images `source_slots` of another sampler."""
-        there, here = list(source_slots), list(slots)
+        source_index, index = list(source_slots), list(slots)
         for name in ("seeds", "_scale", "_top_k", "_top_p"):
-            getattr(self, name)[here] = getattr(source, name)[there]
-        for slot, source_slot in zip(here, there, strict=True):
+            getattr(self, name)[index] = getattr(source, name)[source_index]
+        for slot, source_slot in zip(index, source_index, strict=True):
             self.host_top_k[slot] = source.host_top_k[source_slot]
             self.host_top_p[slot] = source.host_top_p[source_slot]
         if not self.noise_tables.keys() <= source.noise_tables.keys():
-            self.compute_noise(here)
+            self.compute_noise(index)
             return
         for stream, table in self.noise_tables.items():
-            table[here] = source.noise_tables[stream][there]
+            table[index] = source.noise_tables[stream][source_index]
 
     def clear_slots(self, slots: Sequence[int]) -> None:
         """Turn the filters of images that ended off: passes without filters are faster."""

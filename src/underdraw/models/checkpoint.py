@@ -23,7 +23,7 @@ from torch import Tensor
 
 from underdraw.errors import CheckpointError, ConfigError, first_line
 from underdraw.io import check_regular, expand_user, path_inside, read_json_object
-from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES, CheckFolder, HubOptions, download, is_hub_id
+from underdraw.models.hub import COMPANIONS, SINGLE_FILES, WEIGHT_SUFFIXES, CheckFolder, HubOptions, download, is_hub_id
 from underdraw.nn.weights import open_safetensors, read_safetensors_header
 
 EMBEDDED_MODELS = ("tiny",)
@@ -32,7 +32,6 @@ SAVED_CHOICES_FILE = "underdraw.json"  # in a saved folder: its drafter, tree, v
 TRAINED_BY_UNDERDRAW = "model-0.safetensors"  # the first file that `nn.weights.save_weights` writes into a folder
 _CONFIG = "a model configuration"  # in error messages
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ class Checkpoint:
         for index in INDEX_FILES:
             if (self.path / index).exists():
                 return self._indexed_files(index)
-        for name in _SINGLE_FILES:
+        for name in SINGLE_FILES:
             if (self.path / name).exists():
                 return [self.path / name]
         for suffix in WEIGHT_SUFFIXES:

@@ -109,7 +109,7 @@ BAAI_PREFIXES = TensorPrefixes("model.", "", "")
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialTokens:
+class Emu3Tokens:
     """Ids of the special tokens and of the image codes."""
 
     start: int
@@ -122,7 +122,7 @@ class SpecialTokens:
     codes: range
 
 
-def special_tokens(config: Mapping[str, Any], code_count: int) -> SpecialTokens:
+def special_tokens(config: Mapping[str, Any], code_count: int) -> Emu3Tokens:
     """Read the ids from the configuration's vocabulary map; where it has none, use those of the published model."""
     if is_baai(config):
         return _baai_special_tokens(config)
@@ -136,7 +136,7 @@ def special_tokens(config: Mapping[str, Any], code_count: int) -> SpecialTokens:
     last = token_id(f"<|visual token {code_count - 1:06d}|>", codes.stop - 1)
     if last != codes.stop - 1:
         raise CheckpointError(f"the image tokens span ids {first} to {last}, which are not {code_count} in a row.")
-    return SpecialTokens(
+    return Emu3Tokens(
         start=token_id("<|extra_203|>", 151849),
         end=token_id("<|extra_204|>", 151850),
         image_start=token_id("<|image start|>", 151852),
@@ -148,11 +148,11 @@ def special_tokens(config: Mapping[str, Any], code_count: int) -> SpecialTokens:
     )
 
 
-def _baai_special_tokens(config: Mapping[str, Any]) -> SpecialTokens:
+def _baai_special_tokens(config: Mapping[str, Any]) -> Emu3Tokens:
     """The ids in BAAI's configuration; the image codes are the last tokens of its vocabulary."""
     values = {"vocab_size": DEFAULTS["vocab_size"], **BAAI_TOKENS, **config}
     tokens = {name: int(values[f"{key}_token_id"]) for name, key in BAAI_TOKEN_NAMES.items()}
-    return SpecialTokens(**tokens, codes=range(max(tokens.values()) + 1, int(values["vocab_size"])))
+    return Emu3Tokens(**tokens, codes=range(max(tokens.values()) + 1, int(values["vocab_size"])))
 
 
 def is_baai(config: Mapping[str, Any]) -> bool:
@@ -197,7 +197,7 @@ def list_sizes(area: int, downsample: int) -> tuple[ImageSize, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def make_layout(size: ImageSize, downsample: int, tokens: SpecialTokens) -> Layout:
+def make_layout(size: ImageSize, downsample: int, tokens: Emu3Tokens) -> Layout:
     return Layout(
         size.height // downsample,
         size.width // downsample,

@@ -24,7 +24,7 @@ COMPANIONS = "companions"  # subfolder of saved models with the files that their
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # Formats of weights, the preferred one first: a folder that has several of them holds the same weights twice.
 _FORMATS = ((".safetensors",), (".bin",), (".pt", ".pth", ".ckpt"))
-_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # all weights in one file; shards have an index
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # all weights in one file; shards have an index
 _SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".yaml", ".model", ".tiktoken")
 _DRAFTER_FOLDERS = "drafter*"
 _GIGABYTE = 1e9
@@ -124,7 +124,7 @@ def select_weights(files: Sequence[RepositoryFile], folders: Sequence[str] = ())
         suffixes = next(s for s in _FORMATS if any(file.name.endswith(s) for file in candidates))
         prefix = f"{folder}/" if folder else ""
         # Beside an index, a file with all weights repeats what the shards hold.
-        repeated = [single for single in _SINGLE_FILES if f"{prefix}{single}.index.json" in names]
+        repeated = [single for single in SINGLE_FILES if f"{prefix}{single}.index.json" in names]
         selected += [f for f in candidates if f.name.endswith(suffixes) and f.base_name not in repeated]
     return selected
 

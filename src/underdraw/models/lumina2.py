@@ -13,7 +13,7 @@ from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
 from underdraw.models.family import Family, LoadedModel, ModelSpec
 from underdraw.models.lumina import PATCH, list_sizes, prompt_builder, trained_side
-from underdraw.models.transformers_layout import TextTokenizer, load_saved_tokenizer
+from underdraw.models.transformers_layout import SavedTokenizer, load_saved_tokenizer
 from underdraw.models.vqgan_checkpoint import MOVQ, load_vqgan
 
 VOCAB_SIZE = 171385
@@ -27,7 +27,7 @@ _COMPANION_FOLDERS = ("", "movqgan/270M/", "lumina_mgpt/movqgan/270M/")
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialTokens:
+class Lumina2Tokens:
     """Ids of the special tokens, by default the published ones; `sides[n]` is a side of n patches."""
 
     image_start: int = 151665
@@ -36,7 +36,7 @@ class SpecialTokens:
     sides: tuple[int, ...] = tuple(range(151671, 151671 + MAX_PATCHES + 1))
 
     @classmethod
-    def of(cls, tokenizer: TextTokenizer) -> SpecialTokens:
+    def of(cls, tokenizer: SavedTokenizer) -> Lumina2Tokens:
         """The ids in a tokenizer; its names are those of the first version."""
         return cls(
             image_start=tokenizer.token_id("<racm3:break>"),
@@ -51,7 +51,7 @@ def matches(checkpoint: Checkpoint) -> bool:
     return chameleon.has_chameleon_decoder(config) and not chameleon.is_chameleon(config)
 
 
-def make_layout(size: ImageSize, tokens: SpecialTokens) -> Layout:
+def make_layout(size: ImageSize, tokens: Lumina2Tokens) -> Layout:
     sides = (tokens.sides[side // PATCH] for side in (size.height, size.width))
     return Layout(
         size.height // DOWNSAMPLE,
@@ -64,7 +64,7 @@ def make_layout(size: ImageSize, tokens: SpecialTokens) -> Layout:
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
-    tokens = SpecialTokens.of(load_saved_tokenizer(checkpoint.folder, checkpoint.name))
+    tokens = Lumina2Tokens.of(load_saved_tokenizer(checkpoint.folder, checkpoint.name))
     return ModelSpec(
         arch=replace(chameleon.chameleon_arch(checkpoint), outputs=CODES),
         defaults=SAMPLING,

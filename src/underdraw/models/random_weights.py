@@ -59,7 +59,7 @@ def _lumina_7b() -> ModelShape:
 
 def _lumina_2_7b() -> ModelShape:
     arch = replace(_chameleon_arch(), vocab=lumina2.VOCAB_SIZE, outputs=lumina2.CODES, qk_norm_heads="shared")
-    layout = lumina2.make_layout(ImageSize(768, 768), lumina2.SpecialTokens())
+    layout = lumina2.make_layout(ImageSize(768, 768), lumina2.Lumina2Tokens())
     return ModelShape(arch, layout, lumina2.SAMPLING.guidance, lumina2.SAMPLING.top_k)
 
 

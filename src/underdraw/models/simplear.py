@@ -16,7 +16,7 @@ from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
 from underdraw.models.family import Family, LoadedModel, ModelSpec
 from underdraw.models.transformers_layout import (
-    TextTokenizer,
+    SavedTokenizer,
     decoder_arch,
     load_saved_tokenizer,
     max_positions,
@@ -80,7 +80,7 @@ def make_layout(size: ImageSize, codes: range) -> Layout:
     return Layout(size.height // DOWNSAMPLE, size.width // DOWNSAMPLE, codes)
 
 
-def load_text(checkpoint: Checkpoint) -> TextTokenizer:
+def load_text(checkpoint: Checkpoint) -> SavedTokenizer:
     """The text tokenizer; an error if it lacks the special tokens of the prompts."""
     tokenizer = load_saved_tokenizer(checkpoint.folder, checkpoint.name)
     for token in (TEXT_TO_IMAGE, IMAGE_START):

@@ -73,7 +73,7 @@ def load_text_tokenizer(path: Path, pattern: str | None = None, *, add_special_t
 
 
 @dataclass(frozen=True, slots=True)
-class TextTokenizer:
+class SavedTokenizer:
     """A text tokenizer: text to ids without special tokens, its number of tokens, and their ids by name."""
 
     encode: Encode
@@ -88,7 +88,7 @@ class TextTokenizer:
         return self.ids[token]
 
 
-def load_saved_tokenizer(folder: Path, name: str) -> TextTokenizer:
+def load_saved_tokenizer(folder: Path, name: str) -> SavedTokenizer:
     """The tokenizer that transformers has saved in a folder: fast, or slow (vocab.json and merges.txt), as Qwen2's.
 
     `name` is the checkpoint's, for error messages.
@@ -102,7 +102,7 @@ def load_saved_tokenizer(folder: Path, name: str) -> TextTokenizer:
         raise CheckpointError(
             f"the text tokenizer in {folder} cannot be read ({first_line(error)}); download it again."
         ) from error
-    return TextTokenizer(
+    return SavedTokenizer(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
         size=len(tokenizer),
         ids=tokenizer.get_vocab(),

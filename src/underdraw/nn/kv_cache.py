@@ -99,11 +99,11 @@ class KVCache:
         used = [source.host_lengths[row] for row in source_rows]
         count, device = max(used), self.length.device
         self._check_capacity(count)
-        here, there = (torch.tensor(list(index), device=device) for index in (rows, source_rows))
+        index, source_index = (torch.tensor(list(part), device=device) for part in (rows, source_rows))
         for keys, source_keys in ((self.keys, source.keys), (self.values, source.values)):
             for layer in range(len(keys)):  # by layer, since indexing copies what it reads
-                keys[layer, here, :, :count] = source_keys[layer, there, :, :count]
-        self.length[here] = source.length[there]
+                keys[layer, index, :, :count] = source_keys[layer, source_index, :, :count]
+        self.length[index] = source.length[source_index]
         for row, length in zip(rows, used, strict=True):
             self.host_lengths[row] = length
 

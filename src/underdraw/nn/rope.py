@@ -96,10 +96,10 @@ class RopeTable:
 
     def copy_rows(self, source: RopeTable, source_rows: Sequence[int], rows: Sequence[int]) -> None:
         """Overwrite `offset` and table of `rows` by those of `source_rows` of another table of the same layout."""
-        here, there = (torch.tensor(list(index), device=self.offset.device) for index in (rows, source_rows))
-        self.offset[here] = source.offset[there]
+        index, source_index = (torch.tensor(list(part), device=self.offset.device) for part in (rows, source_rows))
+        self.offset[index] = source.offset[source_index]
         size = (-1, self.layout.steps)
-        self.table.unflatten(0, size)[here] = source.table.unflatten(0, size)[there]
+        self.table.unflatten(0, size)[index] = source.table.unflatten(0, size)[source_index]
 
     def __call__(self, steps: Tensor) -> Tensor:
         """cos_sin (R, N, 2, D) at steps (B, N), clamped to the last step; rows are copies of B images."""

@@ -12,6 +12,7 @@ from underdraw.errors import CapacityError, ConfigError
 from underdraw.layout import Layout
 from underdraw.nn import memory
 from underdraw.nn.cached_decoder import CachedDecoder
+from underdraw.nn.kv_cache import KVCache
 from underdraw.nn.numerics import Numerics, resolve_numerics
 from underdraw.nn.rope import RopeTable
 from underdraw.nn.transformer import Transformer
@@ -92,7 +93,32 @@ def _check_head(net: Transformer, layout: Layout) -> None:
         raise ConfigError(f"the head gives {token_ids} and the layout has {layout.codes}; use the model's own layout.")
 
 
-class DecoderSession(Capturable):
+class GuidedRows:
+    """The rows of B images in a KV cache: conditional ones and, with guidance, unconditional ones behind them."""
+
+    copies: int  # rows of an image
+    guidance: float | Tensor  # (B, 1, 1), or 1
+    cache: KVCache
+    rope_table: RopeTable
+
+    def rows_of(self, slots: Sequence[int]) -> list[int]:
+        """The rows of some images, the conditional ones first."""
+        batch = len(self.cache.host_lengths) // self.copies
+        return [slot + copy * batch for copy in range(self.copies) for slot in slots]
+
+    def copy_rows(
+        self, source: GuidedRows, source_slots: Sequence[int], slots: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Overwrite cache, positions and guidance of images `slots`; returns the rows of both."""
+        source_rows, rows = source.rows_of(source_slots), self.rows_of(slots)
+        self.cache.copy_rows(source.cache, source_rows, rows)
+        self.rope_table.copy_rows(source.rope_table, source_rows, rows)
+        if isinstance(self.guidance, Tensor) and isinstance(source.guidance, Tensor):
+            self.guidance[list(slots)] = source.guidance[list(source_slots)]
+        return source_rows, rows
+
+
+class DecoderSession(GuidedRows, Capturable):
     """Decodes B images in R = B rows, or 2 B with guidance.
 
     `tree_slots` are cache slots kept free for a tree; a `prefill_only` session has none for the image either, and is
@@ -142,20 +168,11 @@ class DecoderSession(Capturable):
 
     @torch.no_grad()
     def copy_slots(self, source: DecoderSession, source_slots: Sequence[int], slots: Sequence[int]) -> None:
-        there, rows = source.rows_of(source_slots), self.rows_of(slots)
-        self.cache.copy_rows(source.cache, there, rows)
-        self.rope_table.copy_rows(source.rope_table, there, rows)
-        if isinstance(self.guidance, Tensor) and isinstance(source.guidance, Tensor):
-            self.guidance[list(slots)] = source.guidance[list(source_slots)]
+        self.copy_rows(source, source_slots, slots)
 
     def clear_slots(self, slots: Sequence[int]) -> None:
         """Remove the tokens of images that ended, so that attention reads them no more."""
         self.cache.clear_rows(self.rows_of(slots))
-
-    def rows_of(self, slots: Sequence[int]) -> list[int]:
-        """The rows of some images: the conditional ones, then, with guidance, the unconditional ones."""
-        batch = len(self.cache.host_lengths) // self.copies
-        return [slot + copy * batch for copy in range(self.copies) for slot in slots]
 
     @torch.no_grad()
     def restart(self, prompts: Sequence[Prompt]) -> bool:

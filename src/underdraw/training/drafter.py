@@ -31,12 +31,12 @@ from underdraw.training.batches import BatchSource, FeatureExtractor, alternate,
 from underdraw.training.losses import BlockLoss, EagleLoss, random_roots
 from underdraw.training.quality import DrafterCard, DrafterQuality, QualityMeter
 from underdraw.training.samples import Samples, encode_prompts
-from underdraw.training.trainer import MAX_COUNT, Processes, Trainer, TrainingOptions, autocast, muon_and_adamw
+from underdraw.training.trainer import MAX_COUNT, Trainer, TrainingOptions, TrainingProcesses, autocast, muon_and_adamw
 
 log = logging.getLogger(__name__)
 EVALUATION_BATCH = 8
 # Trees that tokens per pass are measured with, at temperatures 1 and 0.
-TREES = {1.0: "confidence:nodes=16,depth=6,top_k=4", 0.0: "confidence:nodes=16,depth=12,top_k=2"}
+EVALUATION_TREES = {1.0: "confidence:nodes=16,depth=6,top_k=4", 0.0: "confidence:nodes=16,depth=12,top_k=2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class DrafterTrainer(Trainer):
         batches: BatchSource,
         held_out: Samples,
         *,
-        processes: Processes | None = None,
+        processes: TrainingProcesses | None = None,
         compiled: bool = False,
     ) -> None:
         self.model, self.batches, self.held_out = model, batches, held_out
@@ -189,7 +189,7 @@ class DrafterTrainer(Trainer):
     @torch.no_grad()
     def tokens_per_pass(self, texts: Sequence[str], temperature: float) -> float:
         """Tokens per pass of the pipeline with the drafter as trained so far."""
-        pipe = Pipeline(self.model, drafter=self.drafter(), tree=TREES[temperature])
+        pipe = Pipeline(self.model, drafter=self.drafter(), tree=EVALUATION_TREES[temperature])
         return pipe(list(texts), seed=0, temperature=temperature, output_type="codes").stats.tokens_per_pass
 
     def evaluate(self, out: Path) -> dict[str, str]:
@@ -216,7 +216,7 @@ class DrafterTrainer(Trainer):
             quality=quality,
             tokens_per_pass=", ".join(
                 f"{self.tokens_per_pass(texts, temperature):.2f} at T={temperature:g} (`{tree}`)"
-                for temperature, tree in TREES.items()
+                for temperature, tree in EVALUATION_TREES.items()
             ),
         )
         return card.markdown()
@@ -232,14 +232,14 @@ def train_drafter(
     keep_features: bool = False,
     more_batches: BatchSource | None = None,
     compiled: bool = False,
-    processes: Processes | None = None,
+    processes: TrainingProcesses | None = None,
     command: str = "underdraw train drafter",
 ) -> DrafterQuality:
     """Train a drafter, or continue the training in `out`; returns its quality on the held-out texts.
 
     `keep_features` caches the target's features in the folder of the samples; `more_batches` gives every second batch.
     """
-    processes = processes or Processes()
+    processes = processes or TrainingProcesses()
     samples.check_model(model)
     training, evaluation = samples.split(held_out)
     extractor = FeatureExtractor.for_model(model)

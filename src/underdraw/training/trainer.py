@@ -65,7 +65,7 @@ class TrainingOptions:
         check_counts("a training", MAX_COUNT, batch=self.batch, warmup=self.warmup)
 
 
-class Processes:
+class TrainingProcesses:
     """This process among those of `accelerate launch`; without it there is one process."""
 
     def __init__(self) -> None:
@@ -132,11 +132,11 @@ class Trainer(ABC):
         parameters: Mapping[str, nn.Parameter],
         ema_parameters: Mapping[str, Tensor],
         optimizers: list[torch.optim.Optimizer],
-        processes: Processes | None = None,
+        processes: TrainingProcesses | None = None,
     ) -> None:
         self.options, self.parameters, self.ema_parameters = options, parameters, ema_parameters
         self.optimizers = optimizers
-        self.processes = processes or Processes()
+        self.processes = processes or TrainingProcesses()
         self.generator = torch.Generator().manual_seed((options.seed * 1009 + self.processes.rank) % 2**63)
         self.steps = 0
         self.warm_steps = 0  # steps since the optimisers' moments were empty

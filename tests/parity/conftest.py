@@ -18,62 +18,35 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-def write_and_load(folder: Path, write: Callable[[Path], Any]) -> ParityCase:
-    """`write` returns the reference: a state dict, or a model of transformers."""
-    reference = write(folder)
-    return ParityCase(folder, reference, load(folder))
+def parity_fixture(folder: str, write: Callable[[Path], Any]) -> Any:
+    """A fixture of the checkpoint that `write` writes into a folder; it returns a state dict or a model."""
+
+    @pytest.fixture(scope="session")
+    def case(root: Path) -> ParityCase:
+        reference = write(root / folder)
+        return ParityCase(root / folder, reference, load(root / folder))
+
+    return case
 
 
-@pytest.fixture(scope="session")
-def anole(root: Path) -> ParityCase:
-    return write_and_load(root / "anole", checkpoint_writers.write_anole)
+def llamagen_fixture(kind: str) -> Any:
+    @pytest.fixture(scope="session")
+    def case(root: Path) -> ParityCase:
+        path, state = checkpoint_writers.write_llamagen(root / kind, kind)
+        return ParityCase(path, state, load(path))
+
+    return case
 
 
-@pytest.fixture(scope="session")
-def lumina(root: Path) -> ParityCase:
-    return write_and_load(root / "lumina" / "Lumina-mGPT-tiny-128", checkpoint_writers.write_lumina)
-
-
-@pytest.fixture(scope="session")
-def t2i(root: Path) -> ParityCase:
-    path, state = checkpoint_writers.write_llamagen(root / "t2i", "t2i")
-    return ParityCase(path, state, load(path))
-
-
-@pytest.fixture(scope="session")
-def c2i(root: Path) -> ParityCase:
-    path, state = checkpoint_writers.write_llamagen(root / "c2i", "c2i")
-    return ParityCase(path, state, load(path))
-
-
-@pytest.fixture(scope="session")
-def converted(root: Path) -> ParityCase:
-    return write_and_load(root / "converted" / "LlamaGen-T2I", checkpoint_writers.write_llamagen_converted)
-
-
-@pytest.fixture(scope="session")
-def janus(root: Path) -> ParityCase:
-    return write_and_load(root / "janus", checkpoint_writers.write_janus)
-
-
-@pytest.fixture(scope="session")
-def glm_image(root: Path) -> ParityCase:
-    return write_and_load(root / "glm_image", newer_checkpoint_writers.write_glm_image)
-
-
-@pytest.fixture(scope="session")
-def simplear(root: Path) -> ParityCase:
-    return write_and_load(root / "simplear" / "SimpleAR-tiny", newer_checkpoint_writers.write_simplear)
-
-
-@pytest.fixture(scope="session")
-def lumina2(root: Path) -> ParityCase:
-    return write_and_load(root / "lumina2" / "Lumina-mGPT-2.0", newer_checkpoint_writers.write_lumina2)
-
-
-@pytest.fixture(scope="session")
-def emu3(root: Path) -> ParityCase:
-    return write_and_load(root / "emu3", checkpoint_writers.write_emu3)
+anole = parity_fixture("anole", checkpoint_writers.write_anole)
+lumina = parity_fixture("lumina/Lumina-mGPT-tiny-128", checkpoint_writers.write_lumina)
+t2i, c2i = llamagen_fixture("t2i"), llamagen_fixture("c2i")
+converted = parity_fixture("converted/LlamaGen-T2I", checkpoint_writers.write_llamagen_converted)
+janus = parity_fixture("janus", checkpoint_writers.write_janus)
+glm_image = parity_fixture("glm_image", newer_checkpoint_writers.write_glm_image)
+simplear = parity_fixture("simplear/SimpleAR-tiny", newer_checkpoint_writers.write_simplear)
+lumina2 = parity_fixture("lumina2/Lumina-mGPT-2.0", newer_checkpoint_writers.write_lumina2)
+emu3 = parity_fixture("emu3", checkpoint_writers.write_emu3)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ For bfloat16, in which a row that is not divided yet cannot overflow.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from underdraw.kernels.gemm import shared_memory
+
 MAX_ROWS = 32  # with more rows other kernels are as fast
-_MIN_SHARED_MEMORY = 99 * 1024  # bytes that a thread block may have on any GPU with bfloat16
 
 
 class TileConfig(NamedTuple):
@@ -191,7 +191,7 @@ def fused_linear(
     tile = tile or _default_tile(outputs, inputs)
     m, blocks = max(16, triton.next_power_of_2(rows)), triton.cdiv(outputs, tile.outputs)
     stage_bytes = (m + tile.outputs * (1 + gated)) * tile.inputs * inputs_tensor.element_size()
-    stages = min(tile.num_stages, 1 + _shared_memory(inputs_tensor.device) // stage_bytes)
+    stages = min(tile.num_stages, 1 + shared_memory(inputs_tensor.device) // stage_bytes)
     deferred = None
     if norm_weight is not None:
         deferred = DeferredNorm(torch.empty_like(out), out.new_empty(blocks, m, dtype=torch.float32), norm_eps)
@@ -208,14 +208,6 @@ def fused_linear(
             num_warps=tile.num_warps, num_stages=stages,
         )  # fmt: skip
     return out, deferred
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that the pipelined tiles of a thread block may take."""
-    if device.type != "cuda":
-        return _MIN_SHARED_MEMORY
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _MIN_SHARED_MEMORY)
 
 
 def _default_tile(outputs: int, inputs: int) -> TileConfig:

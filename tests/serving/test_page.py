@@ -167,6 +167,8 @@ def test_views_history_and_keyboard(visit: Visit) -> None:
 def test_race_ends_identical(visit: Visit) -> None:
     visit.page.fill("#prompt", PROMPT)
     visit.page.click("#race")
+    visit.wait("() => parseInt(document.querySelector('#sheet-b .count').textContent) > 6")
+    assert visit.text("#status") == "Drawing."
     visit.wait("() => !document.querySelector('#verdict').hidden")
     assert visit.text("#verdict").startswith("identical in every pixel")
     assert "143 passes" in visit.text("#sheet-a .count")
@@ -212,6 +214,15 @@ def test_busy_server_says_so(browser: Browser, server: RunningServer) -> None:
     finally:
         for job in jobs:
             server.engine.cancel(job)
+
+
+def test_waiting_is_shown_until_the_first_pass(visit: Visit, server: RunningServer) -> None:
+    load = server.engine.submit(server.engine.pipe.request(PROMPT, num_images_per_prompt=3), id="load")
+    visit.start_drawing()
+    visit.wait("() => document.querySelector('#status').textContent === 'Waiting: 2 pictures are ahead.'")
+    server.engine.cancel(load)
+    visit.wait("() => document.querySelector('#status').textContent === 'Drawing.'")
+    visit.wait("() => document.querySelectorAll('#history li').length === 1")
 
 
 def test_key_is_asked_for(browser: Browser, model: Path) -> None:

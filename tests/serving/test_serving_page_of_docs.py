@@ -55,10 +55,13 @@ def test_every_field_and_option_is_documented() -> None:
         assert re.search(rf"\| {value}\b", PAGE), value
 
 
-def test_load_test_runs(served_model: Path) -> None:
+def test_load_test_runs_and_writes_its_table(served_model: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- load -->\nold\n<!-- /load -->\nafter\n")
     sizes = ["--clients", "8", "--requests", "16", "--seeds", "1", "--queue", "2", "--slots", "2"]
+    files = ["--record", "--results", str(tmp_path / "load"), "--page", str(page)]
     done = subprocess.run(
-        [sys.executable, "benchmarks/load_test.py", "--json", "--model", str(served_model), *sizes],
+        [sys.executable, "benchmarks/load_test.py", "--json", "--model", str(served_model), *sizes, *files],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -68,3 +71,8 @@ def test_load_test_runs(served_model: Path) -> None:
     record = json.loads(done.stdout)
     assert record["pictures"] + record["refused_429"] == record["requests"] == 16
     assert record["pictures"] >= 4 and record["refused_429"] > 0 and record["wrong"] == record["other"] == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!-- load -->\n| model |") and text.endswith("<!-- /load -->\nafter\n")
+    assert (
+        f"| served | 8 | 16 | {record['pictures']} | {record['refused_429']} | 0 | all, 4 different ones | 0 | " in text
+    )

@@ -149,6 +149,14 @@ class EngineThread:
     def waiting(self) -> int:
         return sum(entry.scheduler.waiting for entry in list(self._schedulers.values()))
 
+    def count_ahead(self, job: Job) -> int:
+        """How many images must end before the first of a new job gets a slot."""
+        for entry in list(self._schedulers.values()):
+            if entry.scheduler.pipe is job.pipe:
+                scheduler = entry.scheduler
+                return max(0, scheduler.running + scheduler.waiting - len(job.images) - scheduler.slots + 1)
+        return 0
+
     @property
     def is_draining(self) -> bool:
         return self._is_draining

@@ -95,7 +95,7 @@ class LiveAnswer:
             "seed": request.seeds[0],
             "rows": layout.height,
             "columns": layout.width,
-            "ahead": max(0, engine.waiting - 1),
+            "ahead": engine.count_ahead(self.job),
             "unknown_words": self.job.pipe.model.unknown_words(request.prompts),
             "settings": request.settings(),
         }

@@ -76,12 +76,16 @@ function arrange(isRace, { rows, columns } = {}) {
 /** Draws one picture on a sheet; resolves to the picture. */
 async function drawOn(sheet, body, signal) {
   let result = null;
+  let isWaiting = false;
   const onEvent = async (name, data) => {
     if (name === "start") {
       announce(data);
+      isWaiting = data.ahead > 0;
       if (data.rows !== sheet.rows || data.columns !== sheet.columns) sheet.clear(data.rows, data.columns);
     } else if (name === "pass") {
       sheet.addPass(data);
+      if (isWaiting) say("Drawing.");
+      isWaiting = false;
       if (sheet === sheets[shown]) updateReadout();
     } else if (name === "preview") {
       sheet.showPreview(await loadImage("jpeg", data.image), data.cells);

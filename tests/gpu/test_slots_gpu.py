@@ -13,7 +13,7 @@ import torch
 import toy_models
 
 from underdraw import Pipeline
-from underdraw.engine.cuda_graphs import GraphCache
+from underdraw.engine.cuda_graphs import GraphCache, GraphRunner
 from underdraw.engine.scheduler import Scheduler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -53,6 +53,34 @@ def test_embedded_model_in_bfloat16(drafter: str) -> None:
     images = [scheduler.add(request)[0] for request in requests]
     while scheduler.has_work:
         scheduler.step()
+    plain = pipe.plain()
+    plain.set_progress_bar_config(disable=True)
+    for image, request in zip(images, requests, strict=True):
+        assert image.status == "finished", image.error
+        assert image.history.tokens.tolist() == plain.generate(request, output_type="codes").history.tokens.tolist()
+
+
+@pytest.mark.parametrize("drafter", ["jacobi", "jacobi-tree", "drafter-eagle", "forced"])
+def test_images_of_crashed_passes_go_on_in_bfloat16(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured passes raise after the caches were written; the tokens stay those of plain decoding."""
+    pipe = Pipeline.from_pretrained("tiny", device="cuda", dtype="bfloat16", drafter=drafter, tree="chain:depth=7")
+    requests, scheduler = mixed_requests(pipe, 6), Scheduler(pipe, slots=4)
+    calls, original = 0, GraphRunner.step
+
+    def crash_twice(runner: GraphRunner, *call: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = original(runner, *call)
+        if calls in (6, 90):
+            raise RuntimeError("injected")
+        return result
+
+    monkeypatch.setattr(GraphRunner, "step", crash_twice)
+    images = [scheduler.add(request)[0] for request in requests]
+    while scheduler.has_work:
+        scheduler.step()
+    monkeypatch.undo()
+    assert calls > 90
     plain = pipe.plain()
     plain.set_progress_bar_config(disable=True)
     for image, request in zip(images, requests, strict=True):

@@ -218,7 +218,7 @@ export class Sheet {
     for (let cell = first; cell < Math.min(this.cells, first + Math.max(depth, kept)); cell++) {
       const [x, y, width, height] = this.box(pen, cell);
       const isKept = cell < first + kept;
-      context.lineWidth = isKept ? 2 * thin : thin;
+      context.lineWidth = isKept && width > 10 * thin ? 2 * thin : thin; // small cells would be covered
       context.setLineDash(isKept ? [] : [2 * thin, 2 * thin]);
       const inset = context.lineWidth / 2;
       context.strokeRect(x + inset, y + inset, width - 2 * inset, height - 2 * inset);

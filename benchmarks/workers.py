@@ -29,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.workers)  # of one process; workers have one each
 
-    from underdraw.distributed.local import Processes, ThisProcess
+    from underdraw.distributed.local import ThisProcess, WorkerProcesses
     from underdraw.distributed.planned_images import DrawnImage, PlannedImage, WorkerOptions, Workers
     from underdraw.distributed.worker import ImageWorker
 
@@ -38,7 +38,7 @@ def main() -> None:
     images = [PlannedImage(index, str(index), 0, PROMPT, index) for index in range(options.images)]
     ways: dict[str, Workers] = {
         "one process": ThisProcess(ImageWorker.load(settings)),
-        f"{options.workers} workers": Processes(settings, options.workers),
+        f"{options.workers} workers": WorkerProcesses(settings, options.workers),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     try:

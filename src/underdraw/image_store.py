@@ -21,7 +21,7 @@ UNFINISHED_FOLDER = ".unfinished"
 
 
 @dataclass(frozen=True, slots=True)
-class RunLayout:
+class RunStorage:
     """How many images a run has and how they are stored."""
 
     images: int
@@ -115,8 +115,8 @@ class ImageFiles:
 class Shards:
     """WebDataset or Parquet shards of consecutive images. A shard is written whole, once all its images are drawn."""
 
-    def __init__(self, folder: Path, layout: RunLayout) -> None:
-        self.folder, self._layout = folder, layout
+    def __init__(self, folder: Path, storage: RunStorage) -> None:
+        self.folder, self._storage = folder, storage
         self._finished: set[int] = set()  # numbers of shards
         self._waiting: set[int] = set()  # indices of images in `.unfinished`
 
@@ -133,28 +133,28 @@ class Shards:
             self._write_if_complete(int(folder.name))
 
     def has(self, index: int) -> bool:
-        return index // self._layout.shard_size in self._finished or index in self._waiting
+        return index // self._storage.shard_size in self._finished or index in self._waiting
 
     def add(self, image: StoredImage) -> None:
-        _write_waiting(self._unfinished(image.index // self._layout.shard_size), image)
+        _write_waiting(self._unfinished(image.index // self._storage.shard_size), image)
         self._waiting.add(image.index)
-        self._write_if_complete(image.index // self._layout.shard_size)
+        self._write_if_complete(image.index // self._storage.shard_size)
 
     def fail(self, index: int) -> None:
-        number = index // self._layout.shard_size
+        number = index // self._storage.shard_size
         (self._unfinished(number) / f"{index:09d}.failed").touch()
         self._waiting.add(index)
         self._write_if_complete(number)
 
     def reopen(self, index: int, failed: Mapping[int, Any]) -> None:
         """Take a shard apart again, so that a missing image can be added."""
-        number = index // self._layout.shard_size
+        number = index // self._storage.shard_size
         folder, path = self._unfinished(number), self._shard(number)
         if path.exists():
             for image in read_shard(path):
                 _write_waiting(folder, image)
             for other in failed:
-                if other // self._layout.shard_size == number:
+                if other // self._storage.shard_size == number:
                     (folder / f"{other:09d}.failed").touch()
             path.unlink()
         (folder / f"{index:09d}.failed").unlink(missing_ok=True)
@@ -176,7 +176,7 @@ class Shards:
             path.unlink()
 
     def _shard(self, number: int) -> Path:
-        return self.folder / shard_name(number, self._layout.format)
+        return self.folder / shard_name(number, self._storage.format)
 
     def _unfinished(self, number: int) -> Path:
         folder = self.folder / UNFINISHED_FOLDER / f"{number:06d}"
@@ -185,8 +185,8 @@ class Shards:
 
     def _write_if_complete(self, number: int) -> None:
         """Write a shard if nothing is missing. Ranks share the folder: the one that adds the last image writes it."""
-        folder, size = self._unfinished(number), self._layout.shard_size
-        count = min(size, self._layout.images - number * size)
+        folder, size = self._unfinished(number), self._storage.shard_size
+        count = min(size, self._storage.images - number * size)
         if len(_waiting_files(folder)) < count:
             return
         with ExitStack() as stack:
@@ -197,7 +197,7 @@ class Shards:
                 files = []
             if len(files) >= count:  # or else another rank has just written it
                 images = map(_read_waiting, [path for path in files if path.suffix == ".json"])
-                write_shard(self._shard(number), images, self._layout.columns or {})
+                write_shard(self._shard(number), images, self._storage.columns or {})
                 shutil.rmtree(folder, ignore_errors=True)
         self._finished.add(number)
         self._waiting = {index for index in self._waiting if index // size != number}

@@ -17,7 +17,7 @@ from typing import Any
 
 from underdraw import __version__
 from underdraw.errors import ConfigError
-from underdraw.image_store import ImageFiles, ImageStore, RunLayout, Shards
+from underdraw.image_store import ImageFiles, ImageStore, RunStorage, Shards
 from underdraw.io import (
     FolderLock,
     JsonlStore,
@@ -91,13 +91,13 @@ class RunFolder:
             raise ConfigError(f"{path} has no settings; choose a new folder, or add --force to start again.")
         return content
 
-    def open(self, settings: Mapping[str, Any], layout: RunLayout, *, restart: bool = False) -> None:
+    def open(self, settings: Mapping[str, Any], storage: RunStorage, *, restart: bool = False) -> None:
         """Resume the run in the folder if it has the same settings. Nothing is written before `start`.
 
         With `restart`, `start` deletes that run and its images instead.
         """
-        self._settings, self._layout = dict(settings), layout
-        self._store = self._make_store(layout)
+        self._settings, self._storage = dict(settings), storage
+        self._store = self._make_store(storage)
         saved = None if restart else self._wait_for_settings()
         if saved is None:
             return
@@ -151,7 +151,7 @@ class RunFolder:
     def _delete(self) -> None:
         """Delete the run in the folder and keep files that are not part of it."""
         remove_unfinished(self.folder)
-        for store in (ImageFiles(self.folder), Shards(self.folder, RunLayout(0))):
+        for store in (ImageFiles(self.folder), Shards(self.folder, RunStorage(0))):
             store.delete()
         for pattern in ("timings*.jsonl", "failed*.jsonl", SETTINGS_FILE):
             for path in self.folder.glob(pattern):
@@ -179,7 +179,7 @@ class RunFolder:
     def count(self) -> int:
         """Number of images that need no more work, read from the disk: Ctrl-C may come between writing and noting."""
         self._store.resume()
-        return sum(self.is_done(index) for index in range(self._layout.images))
+        return sum(self.is_done(index) for index in range(self._storage.images))
 
     def finish(self) -> bool:
         """Put everything into its final order; False if other ranks are still drawing."""
@@ -221,7 +221,7 @@ class RunFolder:
         self._store.resume()
         for path in self.folder.glob("failed*.jsonl"):
             self._failed |= {row["index"]: row for row in JsonlStore(path, _validate_failed).read()}
-        return all(map(self.is_done, range(self._layout.images)))
+        return all(map(self.is_done, range(self._storage.images)))
 
     @staticmethod
     def _write_failed(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -245,7 +245,7 @@ class RunFolder:
     @property
     def images_planned(self) -> int:
         """Number of images of the whole run."""
-        return self._layout.images
+        return self._storage.images
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows of all images."""
@@ -265,10 +265,10 @@ class RunFolder:
                     compared, plain = True, plain + row["plain_seconds"]
         return seconds, plain if compared else None
 
-    def _make_store(self, layout: RunLayout) -> ImageStore:
-        if layout.format == "folder":
+    def _make_store(self, storage: RunStorage) -> ImageStore:
+        if storage.format == "folder":
             return ImageFiles(self.folder, f"metadata{self._suffix}.jsonl")
-        return Shards(self.folder, layout)
+        return Shards(self.folder, storage)
 
 
 def check_same_settings(folder: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

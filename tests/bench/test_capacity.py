@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import call
 
-from underdraw.bench.capacity import ModelCosts, Workload, estimate
+from underdraw.bench.capacity import CapacityPlan, ModelCosts, estimate
 
 COSTS = ModelCosts(
     "GPU", 1000, {1: 5.0, 64: 6.0, 128: 8.0}, prefill_ms={1: 20, 8: 48}, pixels_ms=30, png_ms=50, png_bytes=10**6
@@ -16,10 +16,10 @@ COSTS = ModelCosts(
 
 
 def test_time_of_an_image_is_prefill_passes_and_pixels() -> None:
-    plain = estimate(COSTS, Workload(1e6, 1, tokens_per_pass=1, nodes=1, batch=1))
+    plain = estimate(COSTS, CapacityPlan(1e6, 1, tokens_per_pass=1, nodes=1, batch=1))
     assert plain.images_per_hour == pytest.approx(3600 / 5.05) and plain.shares["PNG"] == 0
     assert plain.shares["passes"] == pytest.approx(5 / 5.05) and sum(plain.shares.values()) == pytest.approx(1)
-    drafted = estimate(COSTS, Workload(1e6, 8, tokens_per_pass=4, nodes=64, batch=1))
+    drafted = estimate(COSTS, CapacityPlan(1e6, 8, tokens_per_pass=4, nodes=64, batch=1))
     assert drafted.images_per_hour == pytest.approx(8 * 3600 / (0.05 + 250 * 0.006))
     assert drafted.hours == pytest.approx(1e6 / drafted.images_per_hour)
     assert drafted.gpu_hours_per_million == pytest.approx(8 * drafted.hours)
@@ -29,13 +29,13 @@ def test_time_of_an_image_is_prefill_passes_and_pixels() -> None:
 def test_images_of_a_batch_share_passes() -> None:
     assert COSTS.pass_time(96) == pytest.approx(7.0) and COSTS.pass_time(1) == 5.0
     assert COSTS.prefill_time(1) == 20 and COSTS.prefill_time(8) == COSTS.prefill_time(99) == 6
-    two = estimate(COSTS, Workload(1, 1, tokens_per_pass=4, nodes=64, batch=2))
+    two = estimate(COSTS, CapacityPlan(1, 1, tokens_per_pass=4, nodes=64, batch=2))
     assert two.images_per_hour == pytest.approx(3600 / (0.012 + 0.03 + 250 * 0.008 / 2))
 
 
 def test_png_counts_where_nothing_hides_it() -> None:
     costs = ModelCosts("GPU", 10, {1: 1.0}, prefill_ms={1: 1}, pixels_ms=1, png_ms=48)
-    assert estimate(costs, Workload(1, 1, 1, 1, 1)).shares["PNG"] == pytest.approx(36 / 48)
+    assert estimate(costs, CapacityPlan(1, 1, 1, 1, 1)).shares["PNG"] == pytest.approx(36 / 48)
 
 
 def test_command_prints_a_table_and_json(tmp_path: Path) -> None:

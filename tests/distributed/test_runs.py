@@ -16,7 +16,7 @@ from commands import call
 from PIL import Image
 from planned_runs import FORMATS, PROMPTS, SHARD, DrawRun, contents
 
-from underdraw.distributed.local import Processes, ThisProcess
+from underdraw.distributed.local import ThisProcess, WorkerProcesses
 from underdraw.distributed.planned_images import DrawnImage, Event, PlannedImage, WorkerOptions, image_seed, plan_images
 from underdraw.distributed.worker import ImageWorker
 from underdraw.errors import ConfigError
@@ -37,14 +37,14 @@ def alone(options: WorkerOptions, run_into: DrawRun, tmp_path_factory: pytest.Te
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
-def processes(request: pytest.FixtureRequest, options: WorkerOptions) -> Iterator[Processes]:
-    workers = Processes(options, request.param)
+def processes(request: pytest.FixtureRequest, options: WorkerOptions) -> Iterator[WorkerProcesses]:
+    workers = WorkerProcesses(options, request.param)
     yield workers
     workers.close()
 
 
 def test_bytes_do_not_depend_on_workers(
-    processes: Processes, run_into: DrawRun, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processes: WorkerProcesses, run_into: DrawRun, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if a worker is killed in the middle, in the last of three runs."""
     events, draw = 0, processes.draw
@@ -226,7 +226,7 @@ def test_drawer_draws_batches_like_a_run(alone: Path, options: WorkerOptions) ->
 def test_poisonous_image_is_given_up(options: WorkerOptions) -> None:
     """An image that ends its worker every time is reported, and the others are drawn."""
     images = [PlannedImage(n, str(n), 0, "poison" if n == 3 else f"fox {n}", n) for n in range(8)]
-    workers = Processes(options, 2, program=(str(Path(__file__).with_name("poisoned_process.py")),))
+    workers = WorkerProcesses(options, 2, program=(str(Path(__file__).with_name("poisoned_process.py")),))
     try:
         tree = workers.start().tree
         events = [event for event in workers.draw(images, tree) if hasattr(event, "image")]

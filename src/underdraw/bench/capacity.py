@@ -57,7 +57,7 @@ def _interpolate(curve: Mapping[int, float], position: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class CapacityPlan:
     """What is drawn, and with what."""
 
     images: float
@@ -124,7 +124,7 @@ def _time(value: Any) -> float:
     return number
 
 
-def estimate(costs: ModelCosts, work: Workload) -> Capacity:
+def estimate(costs: ModelCosts, work: CapacityPlan) -> Capacity:
     """Throughput of a workload."""
     passes = costs.tokens / work.tokens_per_pass
     times = {

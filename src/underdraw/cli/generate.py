@@ -127,7 +127,7 @@ class PromptOptions:
 
 
 @dataclass(frozen=True)
-class RequestOptions:
+class RequestGroup:
     """Arguments of `Pipeline.request`, by their names there."""
 
     negative_prompt: Negative = None
@@ -154,7 +154,7 @@ class FileOptions:
 
 @dataclass(frozen=True)
 class GenerateOptions(
-    options.OutputOptions, ScaleOptions, FileOptions, options.PipelineOptions, RequestOptions, PromptOptions
+    options.OutputOptions, ScaleOptions, FileOptions, options.PipelineOptions, RequestGroup, PromptOptions
 ):
     """All options of `generate`."""
 
@@ -174,7 +174,7 @@ class GenerateOptions(
 
     def request(self) -> dict[str, Any]:
         """Arguments of `Pipeline.request` that all images share."""
-        return options.values_of(RequestOptions, self)
+        return options.values_of(RequestGroup, self)
 
     def check(self) -> None:
         """Raise for options that exclude each other and for paths that cannot be written."""

@@ -101,9 +101,9 @@ def _make_workers(options: GenerateOptions) -> Workers:
 
         return RayActors(worker_options, options.ray, options.pool, options.gpus_per_actor)
     if options.workers is not None:
-        from underdraw.distributed.local import Processes
+        from underdraw.distributed.local import WorkerProcesses
 
-        return Processes(worker_options, options.workers)
+        return WorkerProcesses(worker_options, options.workers)
     from underdraw.distributed.local import ThisProcess
 
     device = loading["device"]

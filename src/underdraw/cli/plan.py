@@ -64,12 +64,12 @@ def plan(
         raise ConfigError(f"--pictures {pictures:g} is not allowed; use at least 1.")
     if (tokens_per_pass is not None and not 1 <= tokens_per_pass <= nodes + 1) or (price is not None and price < 0):
         raise ConfigError(f"--tokens-per-pass must be from 1 to {nodes + 1}, and --price 0 or more.")
-    from underdraw.bench.capacity import Workload, estimate, read_costs
+    from underdraw.bench.capacity import CapacityPlan, estimate, read_costs
 
     measured = read_costs(model, costs)
     rows = []
     for rate in TOKENS_PER_PASS if tokens_per_pass is None else (tokens_per_pass,):
-        work = Workload(pictures, gpus, rate, nodes=1 if rate == 1 else nodes, batch=batch)
+        work = CapacityPlan(pictures, gpus, rate, nodes=1 if rate == 1 else nodes, batch=batch)
         rows.append(estimate(measured, work))
     record: dict[str, Any] = {
         "model": model, "device": measured.device, "pictures": pictures, "gpus": gpus, "nodes": nodes, "batch": batch,

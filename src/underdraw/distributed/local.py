@@ -80,7 +80,7 @@ class _Process:
     images: dict[int, planned.PlannedImage] = field(default_factory=dict)
 
 
-class Processes:
+class WorkerProcesses:
     """Draws in `count` processes, each with a GPU or a share of the cores."""
 
     def __init__(self, options: planned.WorkerOptions, count: int, program: Sequence[str] = PROGRAM) -> None:

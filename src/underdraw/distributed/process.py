@@ -1,4 +1,4 @@
-"""`python -m underdraw.distributed.process FD`: the worker process that `local.Processes` starts.
+"""`python -m underdraw.distributed.process FD`: the worker process that `local.WorkerProcesses` starts.
 
 It ends when its parent closes the connection or dies, so a killed run leaves no process behind.
 """

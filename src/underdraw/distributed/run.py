@@ -22,7 +22,7 @@ from underdraw.distributed.planned_images import (
     plan_images,
 )
 from underdraw.errors import ConfigError
-from underdraw.image_store import RunLayout
+from underdraw.image_store import RunStorage
 from underdraw.prompts import PromptRow, summarize_prompts
 from underdraw.run_folder import RunFolder
 from underdraw.shards import Format, StoredImage, infer_columns
@@ -91,7 +91,7 @@ def draw_run(
     }
     total = summary.count * spec.repeats
     columns = infer_columns(output_columns(row.columns) for row in itertools.islice(spec.prompts, INFERRED))
-    run.open(settings, RunLayout(total, spec.format, spec.shard_size, columns), restart=restart)
+    run.open(settings, RunStorage(total, spec.format, spec.shard_size, columns), restart=restart)
     refused, unknown_words = ({}, []) if run.is_started else _check_prompts(workers, spec, info)
     saved = run.start({"tree": info.tree, "unknown_words": unknown_words, "loading": loading or {}})
     for image in spec.images() if refused else ():

@@ -12,7 +12,7 @@ from underdraw.distributed.local import ThisProcess
 from underdraw.distributed.planned_images import DrawnImage, Event, ModelInfo, PlannedImage, WorkerOptions
 from underdraw.distributed.worker import ImageWorker
 from underdraw.errors import ConfigError
-from underdraw.image_store import ImageFiles, RunLayout, Shards
+from underdraw.image_store import ImageFiles, RunStorage, Shards
 from underdraw.images import read_image
 from underdraw.pipeline import Pipeline
 from underdraw.ranges import check_seed
@@ -45,7 +45,7 @@ class StoredRun:
         """All finished images."""
         if self.content["settings"]["format"] == "folder":
             return ImageFiles(self.folder).images()
-        return Shards(self.folder, RunLayout(0)).images()
+        return Shards(self.folder, RunStorage(0)).images()
 
 
 @dataclass(frozen=True, slots=True)

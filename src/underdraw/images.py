@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from underdraw.errors import ConfigError
@@ -87,9 +87,9 @@ def read_image(path: Path, content: bytes | None = None) -> Image.Image:
 
     `content` has the bytes of an image that is part of another file.
     """
+    if content is None:
+        check_regular(path, "an image")
     try:
-        if content is None:
-            check_regular(path, "an image")
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # more pixels than any model draws
             with Image.open(path if content is None else io.BytesIO(content)) as image:
@@ -97,7 +97,8 @@ def read_image(path: Path, content: bytes | None = None) -> Image.Image:
                 converted.info = dict(image.info)
                 return converted
     except (OSError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError, Warning) as error:
-        raise ConfigError(f"{path} cannot be read as an image ({error}); generate or copy it again.") from None
+        reason = "it is none" if isinstance(error, UnidentifiedImageError) else error
+        raise ConfigError(f"{path} cannot be read as an image ({reason}); generate or copy it again.") from None
 
 
 def encode_png(image: Image.Image, metadata: Mapping[str, str] | None = None) -> bytes:

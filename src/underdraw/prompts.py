@@ -10,6 +10,7 @@ import csv
 import hashlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -261,6 +262,8 @@ def _read_csv(path: Path) -> Iterator[PromptRow]:
         header = next(reader, [])
         if "prompt" not in header:
             raise ConfigError(f"line 1 of {path} has no column prompt; name the columns in the first line.")
+        if len(set(header)) != len(header):
+            raise ConfigError(f"line 1 of {path} names a column twice; give every column a name of its own.")
         count = 0
         for cells in reader:
             where = f"line {reader.line_num} of {path}"
@@ -302,7 +305,7 @@ def _read_parquet(path: Path) -> Iterator[PromptRow]:
 
 def _make_row(row: dict[str, Any], number: int, where: str) -> PromptRow:
     """A row of named columns; `number` is its id if it has none."""
-    columns = {key: value for key, value in row.items() if key not in ("id", "prompt", "seed")}
+    columns = {key: _portable(value) for key, value in row.items() if key not in ("id", "prompt", "seed")}
     identity, prompt, seed = row.get("id"), row.get("prompt"), row.get("seed")
     if not isinstance(prompt, str) or not prompt.strip():
         raise ConfigError(f"{where} has no text in prompt.")
@@ -310,6 +313,10 @@ def _make_row(row: dict[str, Any], number: int, where: str) -> PromptRow:
         check_text(prompt)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where} holds characters that are not UTF-8 text (surrogates); remove them.") from None
     is_numbered = identity is None
     if identity is None:
         identity = number
@@ -318,6 +325,17 @@ def _make_row(row: dict[str, Any], number: int, where: str) -> PromptRow:
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_ROW_SEED):
         raise ConfigError(f"{where} has the seed {seed!r}; use a whole number from 0 to 2**62 - 1.")
     return PromptRow(str(identity), prompt.strip(), seed, columns, is_numbered)
+
+
+def _portable(value: Any) -> Any:
+    """A value of a column as JSON and Parquet can hold it: NaN, which pandas writes for missing ones, is none."""
+    if isinstance(value, dict):
+        return {key: _portable(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_portable(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
 
 
 READERS: Mapping[str, Callable[[Path], Iterator[PromptRow]]] = {

@@ -67,7 +67,8 @@ def _reading(path: Path) -> Iterator[None]:
     except UnderdrawError:
         raise
     except Exception as error:
-        raise ConfigError(f"{path} is damaged ({first_line(error)}); delete it and run its command again.") from None
+        reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
+        raise ConfigError(f"{path} is damaged ({reason}); delete it and run its command again.") from None
 
 
 def check_row(row: Any) -> None:
@@ -195,6 +196,8 @@ def column_kind(value: object) -> str | None:
     """The Parquet type of a value of a prompt file; None where it may have any."""
     if value is None:
         return None
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return "json"
     for kind, name in ((bool, "bool_"), (int, "int64"), (float, "float64"), (str, "string")):
         if isinstance(value, kind):
             return name

@@ -151,6 +151,8 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
         return print_error(f"{name}{error.strerror or error}.")
+    except MemoryError:
+        return print_error("there is not enough memory; use a smaller --batch, or end other programs.")
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     finally:

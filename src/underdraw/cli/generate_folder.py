@@ -151,6 +151,9 @@ def _report(run: RunFolder, options: GenerateOptions, spec: RunSpec, result: Run
         "failed": result.failed,
         "unknown_words": result.unknown_words,
     }
+    missing = run.images_planned - len(run.failed()) - record["pictures"]
+    if result.is_complete and missing:
+        raise ConfigError(f"{options.out} lacks {missing} images; delete its damaged shards and run the command again.")
     if options.sheet is not None:
         _write_sheet(run, options.sheet)
     counts = f"{record['pictures']} images ({result.drawn} new"

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import TYPE_CHECKING, Any
 
 from underdraw.distributed import planned_images as planned
-from underdraw.errors import CapacityError, UnderdrawError
+from underdraw.errors import CapacityError, ConfigError, UnderdrawError
 
 if TYPE_CHECKING:
     from underdraw.distributed.worker import ImageWorker
@@ -164,6 +164,8 @@ class WorkerProcesses:
         if isinstance(message, UnderdrawError):  # a replacement that could not load the model
             raise message
         if isinstance(message, planned.ModelInfo):
+            if message != self._info:
+                raise ConfigError("the model was changed while its images were drawn; start again in a new folder.")
             worker.is_ready = True
             worker.connection.send(("tree", self._tree))
             return

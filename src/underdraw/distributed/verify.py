@@ -84,6 +84,8 @@ def check_run(
 ) -> Verification:
     """Draw `sample` images of the run again, or all of them if it is 0, and compare their pixels."""
     stored, images = _sample(run.images(), sample, seed)
+    if not stored:
+        raise ConfigError(f"{run.folder} holds no finished images; run its command again first.")
     worker = ThisProcess(ImageWorker(pipe, WorkerOptions({}, run.request, slots=batch)))
     info = worker.start()
     revision = run.content["settings"]["revision"]

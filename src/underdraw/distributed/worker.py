@@ -218,7 +218,11 @@ def model_revision(pipe: Pipeline) -> str | None:
         return None
     if path.parent.name == "snapshots":
         return path.name
-    files = [path] if path.is_file() else [file for file in sorted(path.rglob("*")) if file.suffix in WEIGHT_SUFFIXES]
+    files = (
+        [path]
+        if path.is_file()
+        else [file for file in sorted(path.rglob("*")) if file.suffix in WEIGHT_SUFFIXES and file.is_file()]
+    )
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size

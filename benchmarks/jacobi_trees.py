@@ -1,7 +1,7 @@
 """Tokens per pass of Jacobi chains and Jacobi trees over prompts of five kinds.
 
     python benchmarks/jacobi_trees.py --per-kind 2
-    python benchmarks/jacobi_trees.py --device cuda --batch 40
+    python benchmarks/jacobi_trees.py --device cuda --dtype auto --batch 40 --json benchmarks/results/sweep/h200.json
     python benchmarks/jacobi_trees.py --setting "jacobi-tree trunk:nodes=64,init=left" --temperature 1
 
 Tokens per pass of all prompts together are the harmonic mean, so that the figure is tokens over passes. Every setting
@@ -15,12 +15,15 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from underdraw import Pipeline
+from underdraw.bench.environment import describe_machine
 from underdraw.history import History
+from underdraw.io import atomic_write_json, read_json_object
 
 PROMPTS = Path(__file__).parent / "prompts_kinds.json"
 SETTINGS = (  # drafter and tree
@@ -69,6 +72,15 @@ def summarize(histories: Sequence[History], kinds: Sequence[str], plain: Sequenc
     return {**row, "same": sum(same), "images": len(histories)}
 
 
+def start_record(pipe: Pipeline, options: argparse.Namespace) -> dict[str, Any]:
+    """The result that rows are added to: a new one, or the existing file's."""
+    if options.json and options.json.exists():
+        return read_json_object(options.json, "a sweep")
+    dtype = str(pipe.model.placement.dtype).removeprefix("torch.")
+    facts = {"dtype": dtype, "numerics": options.numerics, "machine": describe_machine(pipe.device)}
+    return {"kind": "sweep", "model": pipe.model.name, **facts, "rows": []}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
@@ -81,7 +93,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, action="append")
     parser.add_argument("--setting", action="append", help="drafter and tree, separated by a space")
     parser.add_argument("--skip-plain", action="store_true", help="do not compare with plain decoding")
-    parser.add_argument("--json", type=Path, help="file to append one row per setting to")
+    parser.add_argument(
+        "--json", type=Path, help="result to write after every setting; rows of an existing one are kept"
+    )
     options = parser.parse_args()
     groups = {kind: texts[: options.per_kind] for kind, texts in json.loads(PROMPTS.read_text()).items()}
     prompts, kinds = [t for texts in groups.values() for t in texts], [k for k, texts in groups.items() for _ in texts]
@@ -94,6 +108,7 @@ def main() -> None:
         tree="none",
     )
     pipe.set_progress_bar_config(disable=True)
+    result = start_record(pipe, options)
     for temperature in options.temperature or (1.0, 0.5):
         plain = [] if options.skip_plain else decode(pipe.plain(), prompts, temperature, options.batch)
         for setting in options.setting or SETTINGS:
@@ -103,9 +118,9 @@ def main() -> None:
             seconds = time.perf_counter() - started
             figures = "  ".join(f"{name} {value:.2f}" for name, value in row.items())
             print(f"T={temperature} {setting:48s} {figures}  {seconds:.1f} s", flush=True)
+            result["rows"].append({"temperature": temperature, "setting": setting, **row})
             if options.json:
-                with options.json.open("a") as file:
-                    file.write(json.dumps({"temperature": temperature, "setting": setting, **row}) + "\n")
+                atomic_write_json(options.json, result)
 
 
 if __name__ == "__main__":

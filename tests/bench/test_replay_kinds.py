@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -42,14 +43,30 @@ def test_verifier_replays_one_trace_after_another_in_the_same_tensors() -> None:
     assert verifier.lengths[:2].tolist() == [0, 5] and int(verifier.count) == 2 and int(verifier.pass_number) == 0
 
 
-def test_traces_are_recorded_and_replayed(tmp_path: Path) -> None:
-    def run(*arguments: object) -> str:
-        words = [sys.executable, "benchmarks/replay_kinds.py", *map(str, arguments), "--device", "cpu"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+def run_script(name: str, *arguments: object) -> str:
+    words = [sys.executable, f"benchmarks/{name}.py", *map(str, arguments), "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
+
+def test_sweep_is_a_result_that_pages_show(tmp_path: Path) -> None:
+    model, result = small_checkpoint.write(tmp_path / "small", length=160, drafter=False), tmp_path / "sweep.json"
+    drafts = ["--setting", "jacobi:window=7 chain:depth=7", "--setting", "jacobi-tree trunk:nodes=16"]
+    options = ["--model", model, "--per-kind", 1, "--batch", 5, "--json", result, *drafts]
+    run_script("jacobi_trees", *options, "--temperature", 1)
+    run_script("jacobi_trees", *options, "--temperature", 0.5)
+    (section,) = record_sections(read_record(result))
+    assert section.table is not None
+    assert section.table.columns[:4] == ("T", "drafter and tree", "all", "plain background")
+    assert [row[0] for row in section.table.rows] == ["1", "1", "0.5", "0.5"]
+    assert [row[-1] for row in section.table.rows] == ["5 of 5"] * 4
+    assert "%" not in section.table.rows[2][2] and " %)" in section.table.rows[3][2]
+
+
+def test_traces_are_recorded_and_replayed(tmp_path: Path) -> None:
+    run = functools.partial(run_script, "replay_kinds")
     model = small_checkpoint.write(tmp_path / "small", length=160, drafter=False)
     costs = ["--costs", tmp_path / "costs.json"]
     run("costs", tmp_path / "costs.json", "--model", "toy", "--sizes", 1, 8, 16)

@@ -56,6 +56,28 @@ def _cell(values: Mapping[str, Any], *, is_plain: bool) -> str:
     return f"{values['tau']:.2f}, **{speedup['median']:.2f}x** ({speedup['p10']:.2f} to {speedup['p90']:.2f})"
 
 
+def sweep_sections(record: Record) -> list[Section]:
+    """Tokens per pass by draft and kind; in brackets the gain over the first draft at the same temperature."""
+    rows = record["rows"]
+    first: dict[float, Record] = {}
+    facts = ("temperature", "setting", "all", "nodes", "trunk", "same", "images")
+    kinds = [name for name in rows[0] if name not in facts]
+    table = []
+    for row in rows:
+        base = first.setdefault(row["temperature"], row)
+        cells = [f"{row['temperature']:g}", f"`{row['setting']}`"]
+        for kind in ("all", *kinds):
+            gain = f" ({100 * (row[kind] / base[kind] - 1):+.0f} %)" if row is not base else ""
+            cells.append(f"{row[kind]:.2f}{gain}")
+        table.append([*cells, f"{row['trunk']:.1f}", f"{row['same']} of {row['images']}"])
+    columns = ("T", "drafter and tree", "all", *(LABELS.get(kind, kind) for kind in kinds), "mean trunk", "identical")
+    text = f"Model {record['model']}, {record['dtype']}, {record['numerics']}, {machine_label(record['machine'])}."
+    note = (
+        "Harmonic means of tokens per pass, that is tokens over passes. identical: pictures equal to plain decoding's."
+    )
+    return [Section(text=text, table=Table(columns, table), note=note)]
+
+
 def replay_sections(record: Record) -> list[Section]:
     """Replayed traces of all kinds: speed over plain decoding by setting and kind, median (p10 to p90)."""
     rows, machine = record["rows"], record["machine"]

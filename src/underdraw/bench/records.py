@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from underdraw.bench.family_tables import custom_generate_sections, families_sections
-from underdraw.bench.kinds import replay_sections
+from underdraw.bench.kinds import replay_sections, sweep_sections
 from underdraw.bench.presets import PLAIN
 from underdraw.bench.sections import Cell, Record, Section, Table, describe_settings, figure_sections, percent
 from underdraw.errors import ConfigError
@@ -318,4 +318,5 @@ RENDERERS: dict[str, Callable[[Record], list[Section]]] = {
     "replay": replay_sections,
     "families": families_sections,
     "custom-generate": custom_generate_sections,
+    "sweep": sweep_sections,
 }

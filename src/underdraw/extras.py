@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from underdraw.errors import UnsupportedError
@@ -16,3 +17,11 @@ def require_package(name: str, extra: str, purpose: str = "this") -> Any:
         raise UnsupportedError(
             f"{purpose} needs the package {name.partition('.')[0]}; install it with: pip install 'underdraw[{extra}]'"
         ) from None
+
+
+def package_version(name: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from commands import call
+
+from underdraw.cli.env import EXTRAS
 
 
 def test_env() -> None:
@@ -16,6 +19,12 @@ def test_env() -> None:
     assert record["versions"]["torch"] != "not installed" and "cpu" in record["devices"]
     text = call("env").out
     assert record["versions"]["torch"] in text and record["kernels"]["attention"] in text
+
+
+def test_env_looks_for_every_extra() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    section = project.split("[project.optional-dependencies]")[1].split("\n[")[0]
+    assert {*EXTRAS, "dev"} == set(re.findall(r"^([\w-]+) = ", section, re.M))
 
 
 def test_env_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

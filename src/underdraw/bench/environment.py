@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 import underdraw
 from underdraw.engine.autotune import processor
+from underdraw.extras import package_version
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "underdraw": underdraw.__version__,
         "commit": current_commit(),
         "python": platform.python_version(),
-        **{name: _package_version(name) for name in ("torch", "numpy", "safetensors")},
+        **{name: package_version(name) for name in ("torch", "numpy", "safetensors")},
         "platform": platform.platform(),
         "processor": processor(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
@@ -47,10 +47,3 @@ def current_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return commit.strip() + ("+" if changes.strip() else "")
-
-
-def _package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as json_module
 import platform
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ import typer
 
 from underdraw import __version__
 from underdraw.cli import options
+from underdraw.extras import package_version
 
 if TYPE_CHECKING:
     from underdraw.pipeline import Pipeline
@@ -29,12 +29,17 @@ underdraw env --measure --model tiny --drafter drafter-eagle
 PACKAGES = ("torch", "numpy", "pillow", "safetensors", "huggingface_hub", "typer", "rich", "tqdm", "transformers")
 EXTRAS = {  # a package that each extra of pyproject.toml installs
     "families": "transformers",
-    "data": "pyarrow",
-    "bench": "matplotlib",
+    "glm-image": "diffusers",
+    "formats": "pyarrow",
+    "ray": "ray",
+    "train": "accelerate",
     "serve": "fastapi",
+    "bench": "matplotlib",
     "evaluate": "torchmetrics",
+    "data": "resvg_py",
     "test": "pytest",
     "lint": "ruff",
+    "docs": "mkdocs",
 }
 MAX_BATCH = 4  # `auto` uses the costs of this batch size for larger ones
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -105,12 +110,7 @@ def measure_costs(pipe: Pipeline, batch: int) -> dict[str, Any]:
 def package_versions() -> dict[str, str]:
     """Versions of underdraw, Python and the packages it uses."""
     versions = {"underdraw": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    return versions | {name: package_version(name) or "not installed" for name in PACKAGES}
 
 
 def system_info() -> dict[str, Any]:

@@ -132,7 +132,7 @@ def test_an_error_that_does_not_come_back_costs_nobody_the_image(
         break_method(patch, owner, method, is_due)
         images = add_images(scheduler)
         drain(scheduler)
-    assert crashes == 2 and caplog.text.count("restarting each of them") == 2
+    assert crashes == 2 and caplog.text.count("restarting each of its images") == 2
     assert_drawn_as_alone(pipe, images)
 
 

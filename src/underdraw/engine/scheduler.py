@@ -99,7 +99,6 @@ class Scheduler:
         self._running: dict[BatchImage, ScheduledImage] = {}
         self._batches: dict[BatchKey, SlotBatch] = {}
         self._restarting: dict[BatchImage, BatchKey] = {}  # running images whose batch crashed, in order
-        self._unexplained: set[BatchKey] = set()  # batches that crashed, and no image has failed alone since
         self._max_slots: dict[BatchKey, int] = {}  # of batches that crashed with more
         self._cancelled: set[ScheduledImage] = set()
         self._closed = False
@@ -174,25 +173,24 @@ class Scheduler:
             for image, result in step_results:
                 results.append((self._running[image], result))
                 if image.history.done:
-                    ended.append(self._finish(key, image))
+                    ended.append(self._end(self._running[image], "finished"))
             ended += [self._end(self._running[image], "failed", error) for image, error in failures]
         return SchedulerStep(results, ended)
 
     def _crash(self, key: BatchKey, images: Sequence[BatchImage], error: Exception) -> list[ScheduledImage]:
         """Drop a batch whose pass raised, and restart its images; returns those that fail now."""
         del self._batches[key]
-        if len(images) == 1 and images[0].restarts:
+        if len(images) == 1 and images[0].is_stuck:
             self._explain(key, error)
             return [self._end(self._running[images[0]], "failed", error)]
-        if key in self._unexplained or _is_out_of_memory(error):
+        if any(image.is_stuck for image in images) or _is_out_of_memory(error):
             self._max_slots[key] = -(-len(images) // 2)
         log.warning(
-            "a pass of %d images failed (%s: %s); restarting each of them from its tokens, at most %d together.",
-            len(images), type(error).__name__, error, self._max_slots.get(key, self.slots),
+            "a pass failed (%s: %s); restarting each of its images (%d) from its tokens, at most %d together.",
+            type(error).__name__, error, len(images), self._max_slots.get(key, self.slots),
         )  # fmt: skip
-        self._unexplained.add(key)
         for image in images:
-            image.restarts += 1
+            image.restarted_at = image.history.passes
             self._restarting[image] = key
         return []
 
@@ -215,21 +213,15 @@ class Scheduler:
             return
         if image.history.done:
             del self._restarting[image]
-            ended.append(self._finish(key, image))
+            ended.append(self._end(scheduled, "finished"))
         elif image in batch.slots:
             del self._restarting[image]
 
     def _explain(self, key: BatchKey, error: Exception) -> None:
         """An image failed alone, which explains why its batch crashed: the others may run together again."""
-        self._unexplained.discard(key)
         if not _is_out_of_memory(error):
             self._max_slots.pop(key, None)
             self._batch(key).max_slots = self.slots
-
-    def _finish(self, key: BatchKey, image: BatchImage) -> ScheduledImage:
-        if image.restarts:  # the batch has worked since
-            self._unexplained.discard(key)
-        return self._end(self._running[image], "finished")
 
     def close(self) -> None:
         """Cancel everything, free the memory and refuse new requests."""

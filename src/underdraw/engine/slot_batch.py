@@ -28,6 +28,7 @@ from underdraw.tree import Proposal
 
 log = logging.getLogger(__name__)
 _PROMPT_MULTIPLE = 128  # KV caches have room for prompts of a multiple of this
+_STUCK = 4  # passes after a restart; another crash by then is no accident
 _SHRINK_AFTER = 4  # passes with so few images that a smaller batch would hold them
 
 
@@ -63,7 +64,12 @@ class BatchImage:
     history: History
     index: int = 0  # `sequence` of its results
     root_step: int = 0  # step of the last token, where the next tree starts
-    restarts: int = 0  # after passes that raised an exception
+    restarted_at: int | None = None  # number of its passes when it was restarted last
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it was restarted only a few passes ago."""
+        return self.restarted_at is not None and self.history.passes - self.restarted_at < _STUCK
 
 
 def bucket_slots(images: int, max_slots: int, *, is_captured: bool) -> int:

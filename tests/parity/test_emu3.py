@@ -19,7 +19,7 @@ from torch import Tensor
 from underdraw.errors import CheckpointError, UnsupportedError
 from underdraw.models.emu3 import NEGATIVE_PROMPT, TEXT_PATTERN, list_sizes, special_tokens
 from underdraw.models.family import ImageSize
-from underdraw.models.transformers_layout import load_text_tokenizer
+from underdraw.models.text_tokenizers import load_text_tokenizer
 from underdraw.pipeline import Pipeline
 
 PROMPT_TEXT = "a red fox"
@@ -187,5 +187,5 @@ def test_text_is_split_as_by_the_authors(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocabulary, [("1", "2"), ("12", "3")]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_text_tokenizer(tmp_path / "tokenizer.json")("123") == [vocabulary["123"]]
-    assert load_text_tokenizer(tmp_path / "tokenizer.json", TEXT_PATTERN)("123") == [alphabet[d] for d in "123"]
+    assert load_text_tokenizer(tmp_path / "tokenizer.json").encode("123") == [vocabulary["123"]]
+    assert load_text_tokenizer(tmp_path / "tokenizer.json", TEXT_PATTERN).encode("123") == [alphabet[d] for d in "123"]

@@ -1,1 +1,1 @@
-"""Drafters: whatever can guess the next tokens of an image."""
+"""Drafters: they propose the next tokens of an image as a chain or a tree."""

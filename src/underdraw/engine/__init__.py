@@ -1,1 +1,1 @@
-"""The engine: target sessions and the decoding loop."""
+"""The decoding loop: passes, CUDA graphs, continuous batching, and the measured cost of passes."""

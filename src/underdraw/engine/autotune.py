@@ -191,14 +191,14 @@ def load_or_measure_costs(workload: TimedDecode, file: Path | None = None) -> Pa
 
 
 def measure_again(workload: TimedDecode, file: Path | None = None) -> PassCosts:
-    """Measure the costs of a workload and store them; the log says where."""
+    """Measure the costs of a decode and store them; logs the path of the file."""
     costs = measure(workload)
     _store(workload.name, asdict(costs), file or costs_file())
     return costs
 
 
 def _store(name: str, entry: dict[str, Any], file: Path, level: int = logging.WARNING) -> None:
-    """Add an entry to the file of costs; the log says where it is."""
+    """Add an entry to the file of costs; logs its path."""
     try:
         atomic_write_json(file, {**_read_stored(file), name: entry})
         log.log(level, "measured what passes cost on this machine and stored it in %s", file)
@@ -277,7 +277,7 @@ def device_name() -> str:
 
 
 def processor() -> str:
-    """The processor's name, as far as the system tells."""
+    """The processor's name, or its architecture where the system has no name for it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

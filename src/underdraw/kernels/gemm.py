@@ -25,7 +25,7 @@ _MIN_SHARED_MEMORY = 99 * 1024  # bytes a block may use on any GPU with bfloat16
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _scale_rows(x, scale, gamma):  # type: ignore[no-untyped-def]
-    """RMSNorm of rows whose 1 / rms is known: rounded before and after the weight, as the eager module does."""
+    """RMSNorm of rows from their 1 / rms: rounded before and after the weight, as the eager module does."""
     normed = (x.to(tl.float32) * scale).to(x.dtype)
     return (normed.to(tl.float32) * gamma.to(tl.float32)).to(x.dtype)
 

@@ -1,1 +1,1 @@
-"""Model families: what tells one checkpoint's layout, prompts and weights from another's."""
+"""Model families: how each kind of published checkpoint is recognised, downloaded and loaded."""

@@ -11,7 +11,8 @@ from underdraw.models import weight_map
 from underdraw.models.checkpoint import COMPANION_FOLDERS, Checkpoint
 from underdraw.models.config import Placement
 from underdraw.models.family import ModelSpec
-from underdraw.models.transformers_layout import Encode, decoder_arch, load_text_tokenizer
+from underdraw.models.text_tokenizers import Encode, load_text_tokenizer
+from underdraw.models.transformers_layout import decoder_arch
 from underdraw.models.vqgan_checkpoint import CHAMELEON, allocate_vqgan, load_vqgan
 from underdraw.models.weight_map import HF_DECODER, HF_HEAD, HF_QK_NORM, Destinations
 from underdraw.nn.target import DecoderTarget
@@ -94,4 +95,4 @@ def load_chameleon_text(checkpoint: Checkpoint, hub_id: str | None = None) -> En
             f"{checkpoint.name} has no text tokenizer; put its tokenizer.json or Meta's text_tokenizer.json into "
             f"{checkpoint.folder}, or list its folder in the environment variable {COMPANION_FOLDERS}."
         )
-    return load_text_tokenizer(path)
+    return load_text_tokenizer(path).encode

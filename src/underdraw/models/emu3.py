@@ -20,8 +20,8 @@ from underdraw.models import weight_map
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
 from underdraw.models.family import Family, LoadedModel, ModelSpec
-from underdraw.models.tiktoken_text import load_tiktoken
-from underdraw.models.transformers_layout import Encode, decoder_arch, load_text_tokenizer, max_positions
+from underdraw.models.text_tokenizers import Encode, load_text_tokenizer, load_tiktoken
+from underdraw.models.transformers_layout import decoder_arch, max_positions
 from underdraw.models.vqgan_checkpoint import MOVQ, MOVQ_TRANSFORMERS, vqgan_destinations
 from underdraw.models.weight_map import HF_DECODER, HF_HEAD, Destinations, allocate, copy_weights
 from underdraw.nn.target import DecoderTarget
@@ -87,25 +87,17 @@ TENSOR_PREFIXES = (
     TensorPrefixes("text_model.model.", "text_model.", "vqmodel."),  # transformers 4.48 to 4.51
 )
 COUNTERS = r".*\.num_batches_tracked$"  # of BatchNorm
-BAAI_TOKEN_NAMES = {
-    "start": "bos",
-    "end": "eos",
-    "image_start": "boi",
-    "image_end": "eoi",
-    "image": "img",
-    "row_end": "eol",
-    "frame_end": "eof",
-}
-BAAI_TOKENS: Mapping[str, int] = {
-    "bos_token_id": 151849,
-    "eos_token_id": 151850,
-    "boi_token_id": 151852,
-    "eoi_token_id": 151853,
-    "img_token_id": 151851,
-    "eol_token_id": 151846,
-    "eof_token_id": 151847,
-}
 BAAI_PREFIXES = TensorPrefixes("model.", "", "")
+SPECIAL_TOKENS = {  # field of Emu3Tokens: name in transformers' vocabulary map, key of BAAI's config.json, published id
+    "start": ("<|extra_203|>", "bos_token_id", 151849),
+    "end": ("<|extra_204|>", "eos_token_id", 151850),
+    "image_start": ("<|image start|>", "boi_token_id", 151852),
+    "image_end": ("<|image end|>", "eoi_token_id", 151853),
+    "image": ("<|image token|>", "img_token_id", 151851),
+    "row_end": ("<|extra_200|>", "eol_token_id", 151846),
+    "frame_end": ("<|extra_201|>", "eof_token_id", 151847),
+}
+FIRST_CODE = 151854  # token id of the published model
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,36 +115,22 @@ class Emu3Tokens:
 
 
 def special_tokens(config: Mapping[str, Any], code_count: int) -> Emu3Tokens:
-    """Read the ids from the configuration's vocabulary map; where it has none, use those of the published model."""
+    """Read the ids from a configuration; where it has none, use those of the published model.
+
+    In BAAI's layout the image codes are the last tokens of the vocabulary.
+    """
     if is_baai(config):
-        return _baai_special_tokens(config)
+        ids = {field: int(config.get(key, published)) for field, (_, key, published) in SPECIAL_TOKENS.items()}
+        vocab_size = int(config.get("vocab_size", DEFAULTS["vocab_size"]))
+        return Emu3Tokens(**ids, codes=range(max(ids.values()) + 1, vocab_size))
     vocabulary = config.get("vocabulary_map") or {}
-
-    def token_id(name: str, published: int) -> int:
-        return int(vocabulary.get(name, published))
-
-    first = token_id("<|visual token 000000|>", 151854)
+    ids = {field: int(vocabulary.get(name, published)) for field, (name, _, published) in SPECIAL_TOKENS.items()}
+    first = int(vocabulary.get("<|visual token 000000|>", FIRST_CODE))
     codes = range(first, first + code_count)
-    last = token_id(f"<|visual token {code_count - 1:06d}|>", codes.stop - 1)
+    last = int(vocabulary.get(f"<|visual token {code_count - 1:06d}|>", codes.stop - 1))
     if last != codes.stop - 1:
         raise CheckpointError(f"the image tokens span ids {first} to {last}, which are not {code_count} in a row.")
-    return Emu3Tokens(
-        start=token_id("<|extra_203|>", 151849),
-        end=token_id("<|extra_204|>", 151850),
-        image_start=token_id("<|image start|>", 151852),
-        image_end=token_id("<|image end|>", 151853),
-        image=token_id("<|image token|>", 151851),
-        row_end=token_id("<|extra_200|>", 151846),
-        frame_end=token_id("<|extra_201|>", 151847),
-        codes=codes,
-    )
-
-
-def _baai_special_tokens(config: Mapping[str, Any]) -> Emu3Tokens:
-    """The ids in BAAI's configuration; the image codes are the last tokens of its vocabulary."""
-    values = {"vocab_size": DEFAULTS["vocab_size"], **BAAI_TOKENS, **config}
-    tokens = {name: int(values[f"{key}_token_id"]) for name, key in BAAI_TOKEN_NAMES.items()}
-    return Emu3Tokens(**tokens, codes=range(max(tokens.values()) + 1, int(values["vocab_size"])))
+    return Emu3Tokens(**ids, codes=codes)
 
 
 def is_baai(config: Mapping[str, Any]) -> bool:
@@ -263,7 +241,7 @@ def load_decoder(
 
 def _load_text(checkpoint: Checkpoint) -> Encode:
     if not is_baai(checkpoint.config):
-        return load_text_tokenizer(checkpoint.require_file("tokenizer.json"), TEXT_PATTERN)
+        return load_text_tokenizer(checkpoint.require_file("tokenizer.json"), TEXT_PATTERN).encode
     of_images = read_text(checkpoint.require_file("emu3_vision_tokens.txt"), "names of tokens", CheckpointError).split(
         "\n"
     )

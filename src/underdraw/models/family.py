@@ -64,7 +64,7 @@ class ModelSpec:
     defaults: SamplingDefaults
     sizes: tuple[ImageSize, ...]  # the first is the default
     make_layout: Callable[[ImageSize], Layout]
-    requires_size: bool = False  # the checkpoint does not tell its default size, and guessing would be wrong
+    requires_size: bool = False  # its files do not include the image size that it was trained for
     size_range: SizeRange | None = None  # further sizes; `sizes` are then the usual ones
     max_positions: int | None = None  # tokens of the longest sequence; None means no limit
 
@@ -150,7 +150,7 @@ class LoadedModel:
         if self.requires_size and (height is None or width is None):
             squares = ", ".join(str(size) for size in self.sizes if size.height == size.width)
             raise ConfigError(
-                f"the files of {self.name} do not tell which image size it was trained for; give height and width, for "
+                f"the files of {self.name} do not say which image size it was trained for; give height and width, for "
                 f"example one of {squares}."
             )
         if height is None and width is None:

@@ -23,7 +23,8 @@ from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults, SizeRange
 from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
 from underdraw.models.glm_image_pixels import DiffusionDecoder
-from underdraw.models.transformers_layout import decoder_arch, load_text_tokenizer, max_positions, with_defaults
+from underdraw.models.text_tokenizers import load_text_tokenizer
+from underdraw.models.transformers_layout import decoder_arch, max_positions, with_defaults
 from underdraw.models.weight_map import HF_DECODER, HF_HEAD, HF_QKV_BIAS, WeightRule
 from underdraw.nn.rope import Rope
 from underdraw.nn.row_invariant import QuantizedLinear
@@ -192,7 +193,7 @@ def _prompt_builder(checkpoint: Checkpoint, image_start: int) -> MakePrompt:
     path = next((parent / "tokenizer.json" for parent in folders if (parent / "tokenizer.json").exists()), None)
     if path is None:
         raise CheckpointError(f"{checkpoint.name} has no text tokenizer; put tokenizer.json into {folders[0]}.")
-    encode = load_text_tokenizer(path, add_special_tokens=True)
+    encode = load_text_tokenizer(path, add_special_tokens=True).encode
     settings = Checkpoint(path.parent, checkpoint.name).read_json("tokenizer_config.json")
     begin, end = settings.get("grid_bos_token", "<sop>"), settings.get("grid_eos_token", "<eop>")
     template = path.parent / "chat_template.jinja"

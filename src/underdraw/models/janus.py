@@ -21,13 +21,8 @@ from underdraw.models import weight_map
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
 from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
-from underdraw.models.transformers_layout import (
-    decoder_arch,
-    load_text_tokenizer,
-    max_positions,
-    special_token_id,
-    with_defaults,
-)
+from underdraw.models.text_tokenizers import load_text_tokenizer
+from underdraw.models.transformers_layout import decoder_arch, max_positions, with_defaults
 from underdraw.models.vqgan_checkpoint import JANUS, LLAMAGEN, VQGANFormat, allocate_vqgan
 from underdraw.models.weight_map import HF_DECODER, Destinations, WeightDestination, WeightRule, allocate
 from underdraw.nn.target import DecoderTarget
@@ -213,13 +208,13 @@ def load_decoder(
 
 def _prompt_builder(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> MakePrompt:
     """Prompts of one chat turn and the image start token; in the unconditional row the text is replaced by padding."""
-    tokenizer = checkpoint.require_file("tokenizer.json")
-    encode, generation = load_text_tokenizer(tokenizer), checkpoint.read_json("generation_config.json")
+    tokenizer = load_text_tokenizer(checkpoint.require_file("tokenizer.json"))
+    generation = checkpoint.read_json("generation_config.json")
     image_start = (generation.get("generation_kwargs") or {}).get("boi_token_id")
-    image_start = special_token_id(tokenizer, IMAGE_START) if image_start is None else int(image_start)
+    image_start = tokenizer.token_id(IMAGE_START) if image_start is None else int(image_start)
     pad: int | None
     if tensor_names(checkpoint) is DEEPSEEK:
-        start, pad = special_token_id(tokenizer, START), special_token_id(tokenizer, PAD)
+        start, pad = tokenizer.token_id(START), tokenizer.token_id(PAD)
     else:
         start = int(generation.get("bos_token_id", text_config["bos_token_id"]))
         pad = generation.get("pad_token_id", text_config.get("pad_token_id"))
@@ -227,7 +222,7 @@ def _prompt_builder(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> M
         raise CheckpointError(f"{checkpoint.name} has no pad_token_id; add it to its generation_config.json.")
 
     def encode_prompt(text: str) -> tuple[int, ...]:
-        return (start, *encode(f"<|User|>: {text.strip()}\n\n<|Assistant|>:"), image_start)
+        return (start, *tokenizer.encode(f"<|User|>: {text.strip()}\n\n<|Assistant|>:"), image_start)
 
     def make_prompt(text: str, negative: str | None, _: ImageSize) -> Prompt:
         condition = encode_prompt(text)

@@ -97,7 +97,7 @@ def _summary(vocab: int, dim: int, has_q_norm: bool) -> str:
 
 
 def _check_image_size(checkpoint: Checkpoint, model: LoadedModel) -> None:
-    """Refuse a LlamaGen head for another image size, which only `input_type` in its config.json tells."""
+    """Refuse a LlamaGen head for another image size; only `input_type` in its config.json identifies it."""
     input_type = checkpoint.config.get("input_type")
     supported = ", ".join(map(str, model.sizes))
     if input_type in _LLAMAGEN_GRID:

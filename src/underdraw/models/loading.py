@@ -90,7 +90,7 @@ def open_model(name: str | Path, hub: HubOptions | None = None) -> Checkpoint:
 
     def check(folder: Path) -> tuple[str, ...]:
         checkpoint = Checkpoint.from_path(folder, str(name))
-        # Without a configuration only the tensors can tell the family.
+        # Without a configuration the family is detected by tensor names, which need the weights.
         is_described = checkpoint.config or (folder / "model_index.json").exists()
         return detect_family(checkpoint).folders if is_described else ()
 

@@ -11,7 +11,7 @@ from underdraw.models import chameleon
 from underdraw.models.checkpoint import SAVED_CHOICES_FILE, Checkpoint
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
 from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
-from underdraw.models.transformers_layout import Encode
+from underdraw.models.text_tokenizers import Encode
 from underdraw.protocols import Prompt
 
 ROW_END = 8803  # <reserved08799>
@@ -35,10 +35,10 @@ def matches(checkpoint: Checkpoint) -> bool:
 
 
 def trained_side(checkpoint: Checkpoint) -> int | None:
-    """The side of the square image that the model was trained for, or None if nothing tells it.
+    """The side of the square image that the model was trained for, or None if it is not recorded.
 
-    Its configuration does not. It is recorded in saved pipelines; otherwise the repository's name tells it, as the user
-    gave it, as the configuration repeats it, or in the path of the hub's cache.
+    Saved pipelines record it, the configuration does not. Otherwise it is part of the repository's name: in the
+    configuration's `_name_or_path`, in the name that the user passed, or in the path of the hub's cache.
     """
     saved = checkpoint.read_json(SAVED_CHOICES_FILE).get("size")
     if isinstance(saved, str) and (match := re.fullmatch(r"(\d+)x\d+", saved)):

@@ -13,7 +13,7 @@ from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
 from underdraw.models.family import Family, LoadedModel, ModelSpec
 from underdraw.models.lumina import PATCH, list_sizes, prompt_builder, trained_side
-from underdraw.models.transformers_layout import SavedTokenizer, load_saved_tokenizer
+from underdraw.models.text_tokenizers import SavedTokenizer, load_saved_tokenizer
 from underdraw.models.vqgan_checkpoint import MOVQ, load_vqgan
 
 VOCAB_SIZE = 171385

@@ -15,13 +15,8 @@ from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
 from underdraw.models.family import Family, LoadedModel, ModelSpec
-from underdraw.models.transformers_layout import (
-    SavedTokenizer,
-    decoder_arch,
-    load_saved_tokenizer,
-    max_positions,
-    with_defaults,
-)
+from underdraw.models.text_tokenizers import SavedTokenizer, load_saved_tokenizer
+from underdraw.models.transformers_layout import decoder_arch, max_positions, with_defaults
 from underdraw.models.weight_map import HF_DECODER, HF_HEAD, HF_QKV_BIAS, load_decoder
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import Prompt

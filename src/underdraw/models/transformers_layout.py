@@ -1,19 +1,14 @@
-"""Readers for files in the layout of transformers: decoder configurations and tokenizer.json."""
+"""Decoder configurations in the layout of transformers: config.json to `Arch`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from underdraw.errors import CheckpointError, UnsupportedError, first_line
-from underdraw.extras import require_package
+from underdraw.errors import CheckpointError, UnsupportedError
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch
-
-Encode = Callable[[str], list[int]]
 
 
 def with_defaults(config: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,75 +51,6 @@ def decoder_arch(config: Mapping[str, Any] | None, defaults: Mapping[str, Any], 
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the configuration of {name} is incomplete or damaged ({error!r}).") from error
-
-
-def load_text_tokenizer(path: Path, pattern: str | None = None, *, add_special_tokens: bool = False) -> Encode:
-    """A function from text to token ids; special tokens are parsed from the text, and by default none are added.
-
-    `pattern` replaces the one that splits text before BPE, where a conversion changed the authors'.
-    """
-    tokenizer = _read_tokenizer(path)
-    if pattern is not None and type(tokenizer.model).__name__ == "BPE":
-        tokenizers = require_package("tokenizers", "families", f"the text tokenizer {path.name}")
-        splits = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
-        to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([splits, to_bytes])
-    return lambda text: list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTokenizer:
-    """A text tokenizer: text to ids without special tokens, its number of tokens, and their ids by name."""
-
-    encode: Encode
-    size: int
-    ids: Mapping[str, int]
-    start: str | None  # the token that texts start with: the tokenizer's bos_token, or else its eos_token
-    source: Path
-
-    def token_id(self, token: str) -> int:
-        if token not in self.ids:
-            raise CheckpointError(f"{self.source} has no token {token!r}; it is not the tokenizer of this model.")
-        return self.ids[token]
-
-
-def load_saved_tokenizer(folder: Path, name: str) -> SavedTokenizer:
-    """The tokenizer that transformers has saved in a folder: fast, or slow (vocab.json and merges.txt), as Qwen2's.
-
-    `name` is the checkpoint's, for error messages.
-    """
-    library = require_package("transformers", "families", "the text tokenizer")
-    if not any((folder / file).exists() for file in ("tokenizer.json", "vocab.json")):
-        raise CheckpointError(f"{name} has no text tokenizer; put tokenizer.json or vocab.json into {folder}.")
-    try:
-        tokenizer = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"the text tokenizer in {folder} cannot be read ({first_line(error)}); download it again."
-        ) from error
-    return SavedTokenizer(
-        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
-        size=len(tokenizer),
-        ids=tokenizer.get_vocab(),
-        start=tokenizer.bos_token or tokenizer.eos_token,
-        source=folder,
-    )
-
-
-def special_token_id(path: Path, token: str) -> int:
-    """The id of a special token in a tokenizer.json."""
-    token_id = _read_tokenizer(path).token_to_id(token)
-    if token_id is None:
-        raise CheckpointError(f"{path} has no token {token!r}; it is not the tokenizer of this model.")
-    return int(token_id)
-
-
-def _read_tokenizer(path: Path) -> Any:
-    tokenizers = require_package("tokenizers", "families", f"the text tokenizer {path.name}")
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for every kind of damage
-        raise CheckpointError(f"{path} cannot be read ({first_line(error)}); download it again.") from error
 
 
 def square_side(cells: int, name: str) -> int:

@@ -129,7 +129,7 @@ class QuantizedWeight(NamedTuple):
         return matrix if self.values.ndim == 3 else matrix[0].t()
 
     def to_stored(self) -> tuple[Tensor, Tensor]:
-        """Values and scales as they are written to files: the dtype of the values tells the format."""
+        """Values and scales as they are written to files; the format follows from the dtype of the values."""
         matrix = self.unpack()
         return matrix.values.view(_STORED[self.format]).cpu().contiguous(), matrix.scale.cpu().contiguous()
 

@@ -28,7 +28,7 @@ _blas_is_used: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
 
 @contextmanager
 def unsplit_blas() -> Iterator[None]:
-    """Make cuBLASLt multiply without splitting K; a torch that cannot is found out by comparing bits."""
+    """Make cuBLASLt multiply without splitting K; where torch cannot, `_measure` sees it in the bits."""
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
     flags = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
     before = [getattr(matmul, flag) for flag in flags]

@@ -38,7 +38,7 @@ class DecoderTarget:
     net: Transformer
     projection: nn.Module | None = None  # from a text encoder's features to prompt embeddings
     image_offset: int | None = None  # sequence position of the image's step 0; None: right behind the prompt
-    positions: int | None = None  # most sequence positions that the model has
+    positions: int | None = None  # the longest sequence that the model was trained for
     numerics: Numerics = "row-invariant"
 
     def open(self, prompts: Sequence[Prompt], layout: Layout, *, guidance: Guidance) -> DecoderSession:

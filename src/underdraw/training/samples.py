@@ -66,7 +66,7 @@ class Samples:
         return cls(tuple(texts), torch.cat(tokens), Path(folder), len(tokens[0]), torch.arange(len(texts)))
 
     def check_model(self, model: LoadedModel) -> None:
-        """Raise if the samples are those of another model: by what the shards say, and by their tokens."""
+        """Raise if the samples are those of another model, by the metadata of the shards and by their tokens."""
         expected, shard = fingerprint(model), min(self.folder.glob("samples-*.safetensors"))
         saved = _read_settings(shard).get("model", expected)
         if saved != expected:
@@ -179,7 +179,7 @@ def _missing_shards(
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """The model, seed and temperatures of a shard; {} for shards that do not say."""
+    """The model, seed and temperatures of a shard; {} for shards without them."""
     try:
         settings = parse_json(read_safetensors_header(path)[1].get("settings", "{}"))
         return {name: settings[name] for name in ("model", "seed", "temperatures")} if settings else {}

@@ -312,7 +312,7 @@ class Trainer(ABC):
             log.info("continuing %s at step %d, %.0f s", out, self.steps, self.seconds)
 
     def about_weights(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """What written weights say of `about`, for a folder without a state."""
+        """The values of `about` in the metadata of written weights, for a folder without a state."""
         return {}
 
     def _check_about(self, saved: Mapping[str, Any], out: Path) -> None:
@@ -325,7 +325,7 @@ class Trainer(ABC):
                 )
 
     def progress(self) -> dict[str, int]:
-        """What the metadata of written weights says about the training so far."""
+        """The progress of the training, for the metadata of written weights."""
         return {"steps": self.steps, "seconds": round(self.seconds)}
 
     @torch.no_grad()

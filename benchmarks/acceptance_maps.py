@@ -105,14 +105,17 @@ def main() -> None:
     parser.add_argument("--method", default=METHOD)
     parser.add_argument("--temperature", type=float, default=1.0)
     options = parser.parse_args()
-    pictures = read_histories(ResultFolder.read(options.run), options.method, options.temperature)
+    folder = ResultFolder.read(options.run)
+    pictures = read_histories(folder, options.method, options.temperature)
     kinds = dict.fromkeys(row["kind"] for row, _ in pictures)
     table = {kind: correlations([history for row, history in pictures if row["kind"] == kind]) for kind in kinds}
     table["all"] = correlations([history for _, history in pictures])
     for kind, values in table.items():
         print(f"{kind:10s} " + "  ".join(f"{name} {value}" for name, value in values.items()))
     if options.json is not None:
-        atomic_write_json(options.json, {"method": options.method, "temperature": options.temperature, "kinds": table})
+        facts = {"method": options.method, "temperature": options.temperature, "pictures": len(pictures)}
+        facts |= {"dtype": folder.info["settings"]["dtype"], "machine": folder.info["machine"]}
+        atomic_write_json(options.json, {"kind": "neighbourhoods", **facts, "kinds": table})
     if options.out is not None:
         draw(pictures, options.out, options.model)
 

@@ -15,6 +15,7 @@ from PIL import Image
 
 from underdraw.bench.kinds import kinds_sections
 from underdraw.bench.presets import PRESETS
+from underdraw.bench.records import read_record, record_sections
 from underdraw.errors import ConfigError
 from underdraw.prompts import load_prompt_kinds, load_prompts
 
@@ -83,6 +84,8 @@ def test_acceptance_maps_come_from_the_cells_of_a_run(tmp_path: Path) -> None:
         [sys.executable, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
+    (section,) = record_sections(read_record(tmp_path / "maps.json"))
+    assert section.table is not None and section.table.columns[2:4] == ("row above", "left, 12 cells")
     table = json.loads((tmp_path / "maps.json").read_text())["kinds"]
     assert set(table) == {"plain", "photo", "all"} and table["all"]["passes"] > 2
     assert all(-1 <= table["all"][name] <= 1 for name in ("above", "left", "above-right", "both", "previous"))

@@ -78,6 +78,22 @@ def sweep_sections(record: Record) -> list[Section]:
     return [Section(text=text, table=Table(columns, table), note=note)]
 
 
+def neighbourhood_sections(record: Record) -> list[Section]:
+    """How well the accepted lengths in each neighbourhood predict that of the next pass."""
+    titles = {"above": "row above", "left": "left, 12 cells", "above-right": "above-right, half a row"}
+    titles["previous"] = "previous pass"
+    table = []
+    for kind, values in record["kinds"].items():
+        best = max(titles, key=lambda name: values[name])
+        cells = [f"**{values[name]:.2f}**" if name == best else f"{values[name]:.2f}" for name in titles]
+        table.append([LABELS.get(kind, kind), str(values["passes"]), *cells])
+    text = (
+        f"{record['method']}, temperature {record['temperature']:g}, {record['pictures']} pictures; {record['dtype']}, "
+        f"{machine_label(record['machine'])}."
+    )
+    return [Section(text=text, table=Table(("kind", "passes", *titles.values()), table))]
+
+
 def replay_sections(record: Record) -> list[Section]:
     """Replayed traces of all kinds: speed over plain decoding by setting and kind, median (p10 to p90)."""
     rows, machine = record["rows"], record["machine"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from underdraw.bench.family_tables import custom_generate_sections, families_sections
-from underdraw.bench.kinds import replay_sections, sweep_sections
+from underdraw.bench.kinds import neighbourhood_sections, replay_sections, sweep_sections
 from underdraw.bench.presets import PLAIN
 from underdraw.bench.sections import Cell, Record, Section, Table, describe_settings, figure_sections, percent
 from underdraw.errors import ConfigError
@@ -319,4 +319,5 @@ RENDERERS: dict[str, Callable[[Record], list[Section]]] = {
     "families": families_sections,
     "custom-generate": custom_generate_sections,
     "sweep": sweep_sections,
+    "neighbourhoods": neighbourhood_sections,
 }

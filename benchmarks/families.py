@@ -15,6 +15,7 @@ import argparse
 import gc
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from underdraw.bench.instrumentation import copy_bandwidth
 from underdraw.models.family import ImageSize, ModelSpec, SamplingDefaults
 from underdraw.models.inspect import count_parameters, estimate_memory
 from underdraw.models.loading import resolve_placement
-from underdraw.models.random_weights import SHAPES, ModelShape, model_shape
+from underdraw.models.random_weights import SHAPES, model_shape
 from underdraw.nn.quantization import decoder_bytes
 from underdraw.nn.transformer import Arch
 
@@ -61,9 +62,8 @@ def describe(name: str) -> dict[str, Any]:
         "file_bytes": file_bytes(shape.arch, head, stored),
         "tokens": shape.layout.stop - shape.layout.start,
         "guidance": shape.guidance,
-        "memory": {key: {"weights": value.weights, "cache": _cache_bytes(shape, value.cache)}
-                   for key, value in estimate_memory(spec).items()},
-    }  # fmt: skip
+        "memory": {key: asdict(value) for key, value in estimate_memory(spec).items()},
+    }
 
 
 def file_bytes(arch: Arch, head: str, dtype: torch.dtype) -> int:
@@ -73,11 +73,6 @@ def file_bytes(arch: Arch, head: str, dtype: torch.dtype) -> int:
     text_rows = arch.vocab - len(arch.outputs or ())
     rows = -len(arch.outputs or ()) if head == "tied" else text_rows
     return decoder_bytes(arch, "full", dtype) + rows * arch.dim * dtype.itemsize
-
-
-def _cache_bytes(shape: ModelShape, both_rows: int) -> int:
-    """The KV cache of an image: models without guidance have one row."""
-    return both_rows if shape.guidance != 1 else both_rows // 2
 
 
 def measure(name: str, options: argparse.Namespace, bandwidth: float) -> dict[str, float]:

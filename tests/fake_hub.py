@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from underdraw.models.checkpoint import tensor_shapes
+
 
 class FakeHub:
     """Repositories of `huggingface_hub`, backed by local folders; `downloads` lists what was fetched, in order."""
@@ -47,6 +49,13 @@ class FakeHub:
                     for name, file in files.items()
                 ]
                 return SimpleNamespace(siblings=siblings)
+
+            def parse_safetensors_file_metadata(self, repository: str, name: str, **_: Any) -> Any:
+                """The header alone: nothing is downloaded."""
+                file = hub._repository(repository)[name]
+                assert isinstance(file, Path)
+                tensors = {key: SimpleNamespace(shape=tuple(shape)) for key, shape in tensor_shapes(file).items()}
+                return SimpleNamespace(tensors=tensors)
 
             def create_repo(self, repository: str, **_: Any) -> None:
                 hub.files.setdefault(repository, {})

@@ -166,6 +166,13 @@ def test_saved_pipeline_draws_the_same_image(glm_image: ParityCase, tmp_path: Pa
     assert torch.equal(copy(PROMPT_TEXT, **options).images, pipe(PROMPT_TEXT, **options).images)
 
 
+def test_smallest_image_with_the_default_tree(glm_image: ParityCase) -> None:
+    """Two codes a row, fewer than policies usually see."""
+    options = {"height": 64, "width": 64, "seed": 2, "output_type": "codes"}
+    drawn, plain = (Pipeline(glm_image.model, tree=tree)(PROMPT_TEXT, **options).images for tree in ("auto", "none"))
+    assert torch.equal(drawn, plain)
+
+
 def test_damaged_configurations_are_refused(glm_image: ParityCase, tmp_path: Path) -> None:
     folder = shutil.copytree(glm_image.path, tmp_path / "glm")
     path = folder / "vision_language_encoder" / "config.json"

@@ -8,14 +8,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import checkpoint_writers
+import newer_checkpoint_writers
 import pytest
 import torch
+from commands import call
 from fake_hub import FakeHub
 from parity_cases import CPU
 
 from underdraw.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 from underdraw.models.checkpoint import open_checkpoint
 from underdraw.models.hub import RepositoryFile, select_weights
+from underdraw.models.inspect import inspect
 from underdraw.models.loading import load_model, open_model
 from underdraw.pipeline import Pipeline
 
@@ -148,6 +151,41 @@ def test_largest_lumina_image_fits_its_positions(tmp_path: Path) -> None:
     layout = model.make_layout(size)
     assert layout.steps > 4096
     model.target.open([model.make_prompt("a fox", None, size)], layout, guidance=1.0)
+
+
+WRITERS = {
+    "leloy/Anole-7b-v0.1-hf": checkpoint_writers.write_anole,
+    "deepseek-community/Janus-Pro-1B": checkpoint_writers.write_janus,
+    "Emu3-community/Emu3-Gen-hf": checkpoint_writers.write_emu3,
+    "zai-org/GLM-Image": newer_checkpoint_writers.write_glm_image,
+    "jadohu/LlamaGen-T2I": checkpoint_writers.write_llamagen_converted,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_inspecting_a_repository_downloads_no_weights(fake_hub: FakeHub, tmp_path: Path, name: str) -> None:
+    """The report is that of the downloaded files: shapes come from headers, sizes from the list of files."""
+    folder = tmp_path / name.rpartition("/")[2]
+    WRITERS[name](folder)
+    fake_hub.add(name, folder)
+    done = call("models", "inspect", name, "--json")
+    report = json.loads(done.out)
+    assert done.code == 0 and not done.err
+    assert not [file for file in fake_hub.downloaded(name) if file.endswith(".safetensors")]
+    expected = inspect(open_checkpoint(folder)).json()
+    assert {**report, "name": "", "drafters": []} == {**expected, "name": "", "drafters": []}
+    assert report["bytes"] > 0 and report["memory"]["bfloat16"]["weights"] > 0
+
+
+def test_drafters_on_the_hub_are_inspected_as_drafters(fake_hub: FakeHub, tmp_path: Path) -> None:
+    """Their configuration is that of a model; only the tensors tell, here of a pickle, which has to be downloaded."""
+    checkpoint_writers.write_drafter(tmp_path / "head", "anole")
+    fake_hub.add("jadohu/anole_drafter", tmp_path / "head")
+    assert "jadohu/anole_drafter: drafter, eagle" in call("models", "inspect", "jadohu/anole_drafter").out
+    checkpoint_writers.write_drafter(tmp_path / "other", "anole", suffix="safetensors")
+    fake_hub.add("jadohu/other_drafter", tmp_path / "other")
+    assert "jadohu/other_drafter: drafter, eagle" in call("models", "inspect", "jadohu/other_drafter").out
+    assert fake_hub.downloaded("jadohu/other_drafter") == ["config.json"]
 
 
 def test_missing_repository_is_one_sentence(fake_hub: FakeHub) -> None:

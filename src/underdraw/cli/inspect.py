@@ -18,10 +18,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @app.command(epilog="Examples:\n\nunderdraw models inspect leloy/Anole-7b-v0.1-hf --json")
 def inspect(path: Path, json: Json = False) -> None:
     """Say what a checkpoint is, how large it is, how much memory it needs and which drafter fits."""
-    from underdraw.models.checkpoint import open_checkpoint
     from underdraw.models.inspect import inspect as inspect_checkpoint
+    from underdraw.models.remote import open_for_inspection
 
-    report = inspect_checkpoint(open_checkpoint(path))
+    report = inspect_checkpoint(open_for_inspection(path))
     print(json_module.dumps(report.json()) if json else "\n".join(lines(report)))
 
 

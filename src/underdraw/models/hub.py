@@ -14,7 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from underdraw.errors import CapacityError, CheckpointError, ConfigError, first_line
 
@@ -90,15 +92,36 @@ def download(hub_id: str, hub: HubOptions, check: CheckFolder | None = None) -> 
     if file:
         name, arguments = f"{owner}/{repository}", hub.as_arguments()
         return _run(hub_id, lambda api: Path(api.hf_hub_download(name, file[0], **arguments)))
-    files = [] if hub.local_files_only else _list_files(hub_id, hub)
+    folder, files = download_small_files(hub_id, hub)
     if not files:  # offline: what the cache has
         return download_files(hub_id, hub, [f"*{suffix}" for suffix in (*_SMALL_SUFFIXES, *WEIGHT_SUFFIXES)])
-    small = [f for f in files if f.name.endswith(_SMALL_SUFFIXES)]
-    folder = download_files(hub_id, hub, [f.name for f in small])
     _refuse_several_models(hub_id, files)
     weights = select_weights(files, check(folder) if check else ())
     _check_disk(hub_id, hub, weights)
+    small = [f for f in files if f.name.endswith(_SMALL_SUFFIXES)]
     return download_files(hub_id, hub, [f.name for f in (*small, *weights)])
+
+
+def download_small_files(hub_id: str, hub: HubOptions) -> tuple[Path, list[RepositoryFile]]:
+    """Download the configuration and text files of a repository; returns their folder and all files, [] if offline."""
+    files = [] if hub.local_files_only else _list_files(hub_id, hub)
+    small = [file.name for file in files if file.name.endswith(_SMALL_SUFFIXES)]
+    return download_files(hub_id, hub, small) if small else Path(), files
+
+
+def read_remote_shapes(hub_id: str, hub: HubOptions, files: Sequence[RepositoryFile]) -> dict[str, Any]:
+    """Shapes of the tensors in safetensors files of a repository, from their headers alone."""
+
+    def read(_: Any) -> dict[str, Any]:
+        from huggingface_hub import HfApi
+
+        api, shapes = HfApi(token=hub.token), {}
+        for file in files:
+            header = api.parse_safetensors_file_metadata(hub_id, file.name, revision=hub.revision)
+            shapes.update({name: torch.Size(tensor.shape) for name, tensor in header.tensors.items()})
+        return shapes
+
+    return cast("dict[str, Any]", _run(hub_id, read))
 
 
 def download_files(hub_id: str, hub: HubOptions, patterns: Sequence[str]) -> Path:

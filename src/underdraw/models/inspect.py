@@ -20,6 +20,7 @@ from underdraw.models.config import Placement
 from underdraw.models.family import Family, ModelSpec
 from underdraw.models.hub import WEIGHT_SUFFIXES
 from underdraw.models.loading import all_families, explain_errors, find_family
+from underdraw.models.remote import RemoteCheckpoint
 from underdraw.nn.quantization import decoder_bytes
 from underdraw.nn.quantized_weight import QuantizedFormat
 from underdraw.nn.transformer import Arch, Transformer
@@ -34,7 +35,7 @@ class MemoryEstimate:
     """Bytes that generation takes in one dtype or format of weights."""
 
     weights: int  # of the decoder
-    cache: int  # KV cache of one image with guidance
+    cache: int  # KV cache of one image, with both rows of models that use guidance
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,10 @@ def _inspect_part(checkpoint: Checkpoint) -> Report | None:
     if (checkpoint.path / TRAINED_BY_UNDERDRAW).exists():
         note = "trained by underdraw for one target; other targets are refused"
         return Report(checkpoint.name, "drafter", "underdraw", note=note, **_count_files(checkpoint))
-    shapes = tensor_shapes(checkpoint.weight_files()[0]) if _has_weight_files(checkpoint) else {}
+    if isinstance(checkpoint, RemoteCheckpoint):
+        shapes = checkpoint.shapes()
+    else:
+        shapes = tensor_shapes(checkpoint.weight_files()[0]) if _has_weight_files(checkpoint) else {}
     if "fc.weight" in shapes and "embed_tokens.weight" in shapes:
         vocab, dim = shapes["embed_tokens.weight"]
         note = f"an EAGLE head for targets with hidden size {dim} and {vocab} tokens; pass it with --drafter"
@@ -153,6 +157,8 @@ def _has_weight_files(checkpoint: Checkpoint) -> bool:
 
 
 def _count_files(checkpoint: Checkpoint) -> dict[str, Any]:
+    if isinstance(checkpoint, RemoteCheckpoint):
+        return {"files": len(checkpoint.remote_files), "bytes": sum(file.size for file in checkpoint.remote_files)}
     # Models trained by underdraw keep their weights in subfolders.
     in_subfolders = sorted(checkpoint.path.glob("*/*.safetensors"))
     paths = checkpoint.weight_files() if _has_weight_files(checkpoint) else in_subfolders
@@ -185,7 +191,7 @@ def count_parameters(arch: Arch) -> int:
 def estimate_memory(spec: ModelSpec) -> dict[str, MemoryEstimate]:
     """Memory of the decoder and of one image, by dtype and format of weights."""
     arch, tokens = spec.arch, spec.make_layout(spec.sizes[0]).steps
-    keys_and_values, guidance_rows = 2, 2
+    keys_and_values, guidance_rows = 2, 1 if spec.defaults.guidance == 1 else 2
     cached_values = keys_and_values * guidance_rows * tokens * arch.layers * arch.num_kv_heads * arch.head_width
     full = {
         name: MemoryEstimate(decoder_bytes(arch, "full", dtype), cached_values * dtype.itemsize)

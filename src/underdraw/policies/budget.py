@@ -154,7 +154,7 @@ def _repeat_share(history: History, step: int) -> float:
     is_repeat = cells == tokens[first - 1 : step]
     if first >= layout.start + row:
         is_repeat |= cells == tokens[first - row : step + 1 - row]
-    return min(float(is_repeat.sum()) / (_MANY_REPEATS * max(len(cells), row // 3)), 1.0)
+    return min(float(is_repeat.sum()) / (_MANY_REPEATS * max(len(cells), row // 3, 1)), 1.0)
 
 
 def cheapest_size(chain: Costs, tree: Costs, difficulty: float, row: int) -> tuple[int, bool]:

@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NODES, BATCHES, TEMPERATURES, PICTURES = (8, 24, 64, 128), (1, 3, 16), (1.0, 0.5, 0.0), 20
 DRAWS = {1: 4, 3: 2, 16: 1}  # of a setting in one turn, by batch
 DTYPES = ("bfloat16", "float16", "float32")
-# Tokens of a picture and share of the time; the embedded model is cheap and draws a third of a picture.
-MODELS = {"random:anole-7b": (48, 4.0), "random:lumina-7b": (48, 4.0), "random:llamagen-xl": (64, 2.0)}
-EMBEDDED = (192, 1.5)
+# Tokens of a picture and share of the time; the embedded model is cheap and draws a sixth of a picture.
+MODELS = {"random:anole-7b": (24, 4.0), "random:lumina-7b": (24, 4.0), "random:llamagen-xl": (48, 2.0)}
+EMBEDDED = (96, 1.5)
 
 
 class Matrix:

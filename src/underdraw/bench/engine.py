@@ -42,7 +42,7 @@ from underdraw.protocols import Drafter, TreePolicy, Verifier
 from underdraw.sampling import Sampler
 from underdraw.verifiers.exact import Exact
 
-SIZES = (1, 8, 16, 32, 64, 128)
+SIZES = (1, 2, 8, 16, 32, 64, 128)
 CONTEXT = 540  # tokens between the prompt and the passes timed by size: the middle of a picture
 WARMUP_PASSES = 6  # prefill, first eager pass, capture, and some replays
 KERNELS = 16  # longest kernels of a pass that are listed

@@ -349,7 +349,8 @@ def _pass_time(pyplot: Any, records: Sequence[Record]) -> Any:
     figure, axes = pyplot.subplots(figsize=(8, 4))
     for index, record in enumerate(timed):
         sizes, times = [int(size) for size in record["verify_ms"]], list(record["verify_ms"].values())
-        label = f"{record['model'].removeprefix('random:')}, {record['dtype']}"
+        weights = record.get("weights", "full")
+        label = f"{record['model'].removeprefix('random:')}, {record['dtype'] if weights == 'full' else weights}"
         axes.plot(sizes, times, **_style(index), label=label)
         axes.axhline(record["floor_ms"], linestyle=":", color=f"C{index}", label="bound: weights read once")
     axes.set(xscale="log", xlabel="nodes per pass", ylabel="milliseconds", ylim=(0, None))

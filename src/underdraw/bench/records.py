@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,38 @@ def engine_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def engine_folder_sections(folder: Path) -> list[Section]:
-    """The figure and all records of a folder that benchmarks/gpu_session.py has written."""
+    """The figure and all records of a folder of `bench engine` results, after a table of the passes of all."""
+    records = engine_records(folder)
+    timed = [record for record in records if {"1", "64"} <= record.get("verify_ms", {}).keys()]
     return [
+        *([Section(table=_pass_table(timed))] if timed else []),
         *figure_sections(folder),
-        *(section for record in engine_records(folder) for section in record_sections(record)),
+        *(section for record in records for section in record_sections(record)),
     ]
+
+
+def _pass_table(records: Sequence[Record]) -> Table:
+    """Milliseconds of a pass by its number of nodes, a row per model and format of weights."""
+    sizes = sorted({int(size) for record in records for size in record["verify_ms"]})
+
+    def cell(record: Record, size: int) -> str:
+        spent = record["verify_ms"].get(str(size))
+        return "" if spent is None else f"{spent:.2f}"
+
+    columns: dict[str, Cell] = {
+        "model": lambda record: f"{record['model']}, {_weights(record)}",
+        "bandwidth bound": "{floor_ms:.2f}",
+        "1 node over the bound": lambda record: f"{record['verify_ms']['1'] / record['floor_ms']:.2f}",
+        **{f"{size} node{'s' * (size > 1)}": partial(cell, size=size) for size in sizes},
+        "64 nodes over 1": lambda record: f"{record['verify_ms']['64'] / record['verify_ms']['1']:.2f}",
+    }
+    return Table.of(records, columns)
+
+
+def _weights(record: Record) -> str:
+    """The format of the weights: a dtype, or a quantised format."""
+    weights = record.get("weights", "full")
+    return str(record["dtype"] if weights == "full" else weights)
 
 
 # ------------------------------------------------------------------------------------------------- engine, agreement
@@ -82,11 +110,12 @@ def _engine(record: Record) -> list[Section]:
     text = (
         f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}, commit {machine['commit']}; "
         f"guidance {record['guidance']}, temperature {record['temperature']}, top-k {record['top_k']}, "
-        f"{record['tokens']} tokens, compiled: {record['compiled']}, attention: {record['attention']}."
+        f"{record['tokens']} tokens, numerics {record.get('numerics', 'fastest')}, passes: {record['compiled']}, "
+        f"attention: {record['attention']}."
     )
     rows = [list(row) for row in engine_rows(record)]
     notes = dict.fromkeys(replay["note"] for replay in record.get("replays", []))
-    heading = f"{record['model']}, {record['dtype']}, batch {record['batch']}"
+    heading = f"{record['model']}, {_weights(record)}, batch {record['batch']}"
     note = " ".join(f"Replayed: {note}." for note in notes)
     sections = [Section(heading, text, Table(("measured", "value"), rows), note)]
     for size, kernels in record.get("profiles", {}).items():

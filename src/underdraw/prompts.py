@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from underdraw.errors import ConfigError, unknown
+from underdraw.errors import ConfigError, UnderdrawError, first_line, unknown
 from underdraw.extras import require_package
 from underdraw.io import MAX_JSON_BYTES, check_regular, expand_user, open_regular, parse_json, read_text
 
@@ -299,8 +299,10 @@ def _read_parquet(path: Path) -> Iterator[PromptRow]:
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows):
                 yield _make_row(json.loads(json.dumps(row, default=str)), number, f"row {number} of {path}")
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as Parquet ({str(error).splitlines()[0]}).") from None
+    except UnderdrawError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, ArithmeticError) as error:  # also text that is not UTF-8
+        raise ConfigError(f"{path} cannot be read as Parquet ({first_line(error)}).") from None
 
 
 def _make_row(row: dict[str, Any], number: int, where: str) -> PromptRow:

@@ -8,6 +8,7 @@ however often it was stopped, and with any number of processes.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,6 +25,7 @@ from underdraw.io import (
     atomic_write,
     atomic_write_json,
     is_leftover,
+    open_regular,
     read_json,
     remove_unfinished,
 )
@@ -238,7 +240,8 @@ class RunFolder:
             return
         with atomic_write(self.folder / TIMINGS_FILE) as file:
             for path in sorted(self.folder.glob("timings*.jsonl")):
-                file.write(path.read_bytes())
+                with open_regular(path, "timings") as source:
+                    shutil.copyfileobj(source, file)
         for path in paths:
             path.unlink()
 

@@ -17,7 +17,7 @@ from torture.mutations import SEED, case_random
 from underdraw.metrics.networks import WEIGHTS
 
 CASES, CI_CASES = 420, 30
-NEWER_CASES, NEWER_CI_CASES = 440, 22
+NEWER_CASES, NEWER_CI_CASES = 440, 11
 
 
 @pytest.fixture(scope="module")

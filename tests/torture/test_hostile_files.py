@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import math
@@ -10,21 +11,26 @@ import re
 import shutil
 import tarfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import checkpoint_writers
 import pytest
 import small_checkpoint
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from torture.checks import bounded_memory, run_cases, run_hostile, snapshot
 from torture.mutations import SEED, case_random, damage_bytes, damage_json, damage_kind
 from underdraw import Pipeline
-from underdraw.errors import ConfigError
-from underdraw.image_store import RunLayout, Shards
+from underdraw.errors import CheckpointError, ConfigError
+from underdraw.image_store import RunStorage, Shards
+from underdraw.models.pretrained import load_module
+from underdraw.prompts import PromptFile
 from underdraw.shards import read_shard
 
-CASES, CI_CASES = 120, 12
+CASES, CI_CASES = 120, 6
 FORMATS = {"tar": "webdataset", "table": "parquet", "pictures": "folder"}
 
 
@@ -136,7 +142,7 @@ def test_a_rank_does_not_replace_a_written_shard(base: Path, tmp_path: Path, mon
     from underdraw import image_store
 
     images = list(read_shard(base / "tar" / "shard-000000.tar"))
-    ours, theirs = (Shards(tmp_path, RunLayout(2, "webdataset")) for _ in range(2))
+    ours, theirs = (Shards(tmp_path, RunStorage(2, "webdataset")) for _ in range(2))
     theirs.add(images[0])
     real = image_store._waiting_files
     looks = []
@@ -275,3 +281,68 @@ def test_damaged_costs_of_a_plan(tmp_path: Path) -> None:
             assert done.code == 2 or all(math.isfinite(row["hours"]) for row in done.record["rows"]), (key, value)
     with pytest.raises(ConfigError):
         read_costs("m", tmp_path / "costs.json")
+
+
+def test_damaged_prompt_files(base: Path, tmp_path: Path) -> None:
+    """Prompt files of every type with damaged bytes: rows, or a sentence."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"id": str(index), "prompt": f"a red fox {index}", "seed": index, "size": {"w": [1]}} for index in range(9)]
+    caption = {"image_id": 1, "id": 2, "caption": "fox"}
+    texts = {
+        ".txt": "a red fox\nred\n" * 5,
+        ".csv": 'id,prompt\n"a",fox\n' * 5,
+        ".jsonl": "".join(f"{json.dumps(row)}\n" for row in rows),
+        ".json": json.dumps({"annotations": [caption] * 5}),
+        ".tsv": "Prompt\tCategory\tChallenge\tNote\nfox\ta\tb\tc\n",
+    }
+    read = 0
+    for suffix in (*texts, ".parquet"):
+        for index in range(20):
+            path = tmp_path / f"{index}{suffix}"
+            if suffix == ".parquet":
+                parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+            else:
+                path.write_text(texts[suffix])
+            damage_bytes(case_random("prompts", suffix, index), path)
+            with suppress(ConfigError):
+                read += len(list(PromptFile(str(path))))
+    assert read > 0, "some damage leaves rows that can be read"
+
+
+def test_no_reader_runs_code_or_follows_pickles() -> None:
+    """torch.load and np.load refuse objects, and nothing else unpickles or reads JSON without limits."""
+    source = Path(__file__).parents[2] / "src" / "underdraw"
+    calls = {"torch.load": "weights_only", "np.load": "allow_pickle"}
+    for path in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in (
+                *calls,
+                "json.load",
+                "pickle.load",
+                "pickle.loads",
+            ):
+                assert name in calls, f"{path} calls {name}"
+                options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert options.get(calls[name]) == str(name == "torch.load"), (
+                    f"{path} calls {name} without {calls[name]}"
+                )
+
+
+@pytest.mark.parametrize("damage", ["missing", "nan", "cut", "config"])
+def test_damaged_text_encoders_are_refused(damage: str, tmp_path: Path) -> None:
+    """transformers itself would draw random weights for missing ones."""
+    transformers = pytest.importorskip("transformers")
+    checkpoint_writers.write_flan_t5(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    state = load_file(weights)
+    if damage == "missing":
+        del state[sorted(state)[0]]
+    if damage == "nan":
+        state[sorted(state)[0]].view(-1)[0] = math.nan
+    save_file(state, weights, {"format": "pt"})
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    if damage == "config":
+        (tmp_path / "config.json").write_text("[" * 500)
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+        load_module(transformers.T5EncoderModel, tmp_path, "a T5 encoder")

@@ -62,7 +62,7 @@ def run(
 
 def decoder(positions: int | None = None, **options: Any) -> DecoderTarget:
     net = Transformer(Arch(8, 1, 1, 8, 16, Rope.one_axis(8), outputs=CODES, **options)).eval()
-    return DecoderTarget(net, positions=positions)
+    return DecoderTarget(net, max_positions=positions)
 
 
 def on_meta() -> DecoderTarget:

@@ -185,7 +185,7 @@ def load_decoder(
     net = allocate(lambda: Transformer(spec.arch), placement)
     destinations = {**decoder_destinations(net, rules, rows), **(others or {})}
     copy_weights(checkpoint, destinations, [ROPE_BUFFERS, *ignored])
-    return DecoderTarget(net, positions=spec.max_positions)
+    return DecoderTarget(net, max_positions=spec.max_positions)
 
 
 def copy_weights(checkpoint: Checkpoint, destinations: Destinations, ignored: Sequence[str] = ()) -> None:

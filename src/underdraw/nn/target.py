@@ -38,7 +38,7 @@ class DecoderTarget:
     net: Transformer
     projection: nn.Module | None = None  # from a text encoder's features to prompt embeddings
     image_offset: int | None = None  # sequence position of the image's step 0; None: right behind the prompt
-    positions: int | None = None  # the longest sequence that the model was trained for
+    max_positions: int | None = None  # the longest sequence that the model was trained for
     numerics: Numerics = "row-invariant"
 
     def open(self, prompts: Sequence[Prompt], layout: Layout, *, guidance: Guidance) -> DecoderSession:
@@ -206,9 +206,9 @@ class DecoderSession(GuidedRows, Capturable):
         self.lengths = [_prompt_length(row) + len(layout.prologue) for row in rows]
         if min(self.lengths) < 1:
             raise ConfigError("an empty prompt has nothing to start from; pass at least one token or feature.")
-        if target.positions is not None and self._positions > target.positions:
+        if target.max_positions is not None and self._positions > target.max_positions:
             raise CapacityError(
-                f"prompt and image need {self._positions} positions and the model has {target.positions}; "
+                f"prompt and image need {self._positions} positions and the model has {target.max_positions}; "
                 "shorten the prompt."
             )
         return rows

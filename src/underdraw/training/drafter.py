@@ -120,10 +120,10 @@ class DrafterTrainer(Trainer):
         self._loss = torch.compile(self._wrapped) if compiled else self._wrapped
         self.calibration = Calibration()
 
-    def about(self) -> dict[str, Any]:
+    def fixed_options(self) -> dict[str, Any]:
         return {"kind": self.options.kind, "target": target_fingerprint(self.model.target), **self.sizes}
 
-    def about_weights(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    def saved_options(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {"kind": metadata.get("drafter"), "target": metadata.get("target"), **metadata.get("sizes", {})}
 
     def _loss_of(self, net: EagleNet) -> BlockLoss | EagleLoss:

@@ -255,7 +255,7 @@ class Trainer(ABC):
             "steps": self.steps,
             "warm_steps": self.warm_steps,
             "seconds": self.seconds,
-            "about": self.about(),
+            "about": self.fixed_options(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -274,7 +274,7 @@ class Trainer(ABC):
         except CheckpointError as error:
             raise DivergedError(f"after step {self.steps}, {str(error).partition(';')[0]}") from None
 
-    def about(self) -> dict[str, Any]:
+    def fixed_options(self) -> dict[str, Any]:
         """What must be the same for a training to be continued, by name."""
         return {}
 
@@ -294,11 +294,11 @@ class Trainer(ABC):
         state = load_state(out)
         try:
             if state is not None:
-                self._check_about(state.get("about", {}), out)
+                self._check_options(state.get("about", {}), out)
                 self.restore(state)
             elif (out / WEIGHTS).exists():
                 weights, metadata = load_weights(out)
-                self._check_about(self.about_weights(metadata), out)
+                self._check_options(self.saved_options(metadata), out)
                 self._copy(weights, weights)
                 self.steps, self.seconds = int(metadata["progress"]["steps"]), float(metadata["progress"]["seconds"])
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
@@ -311,12 +311,12 @@ class Trainer(ABC):
         if self.steps:
             log.info("continuing %s at step %d, %.0f s", out, self.steps, self.seconds)
 
-    def about_weights(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of `about` in the metadata of written weights, for a folder without a state."""
+    def saved_options(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of `fixed_options` in the metadata of written weights, for a folder without a state."""
         return {}
 
-    def _check_about(self, saved: Mapping[str, Any], out: Path) -> None:
-        for name, value in self.about().items():
+    def _check_options(self, saved: Mapping[str, Any], out: Path) -> None:
+        for name, value in self.fixed_options().items():
             if name in saved and saved[name] != value:
                 difference = f"{name} {saved[name]!r}, not {value!r}"
                 raise ConfigError(

@@ -227,7 +227,7 @@ def test_without_precomputed_noise(
     captured: bool, make_cache: Callable[[], GraphCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables of many slots may be too large; then noise is computed in every pass."""
-    monkeypatch.setattr(slot_sampler, "MAX_TABLE_BYTES", 0)
+    monkeypatch.setattr(slot_sampler, "MAX_NOISE_BYTES", 0)
     parts = slot_checks.make_parts(
         toy_models.target(), "jacobi", "chain:depth=3", graphs=make_cache() if captured else None
     )

@@ -1,8 +1,8 @@
 """`custom_generate` against transformers' own `generate`, side by side, with equal greedy codes.
 
-    python benchmarks/custom_generate.py [--size small|7b] [--side CODES] [--accuracy SHARE ...] [--device cuda]
+    python benchmarks/custom_generate.py [--family emu3] [--size small|7b] [--accuracy SHARE ...] [--device cuda]
 
-No files are needed: the Janus of benchmarks/grid_models.py is made on the device. `small` is for a CPU; `7b` has the
+No files are needed: the models of benchmarks/grid_models.py are made on the device. `small` is for a CPU; `7b` has the
 sizes of Janus-Pro-7B's decoder and takes about 30 GB of memory in bfloat16. Each level of accuracy is a model whose
 head predicts that share of the cells of its grids: the higher, the more drafts are right. Both loops draw the same
 image with guidance. The tree `none` compares passes alone; the others add drafts.
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from grid_models import GridModel, Sizes, make_janus
+from grid_models import FAMILIES, GridModel, Sizes
 
 from underdraw.bench.environment import describe_machine
 from underdraw.integrations.transformers import clear_cache
@@ -69,6 +69,7 @@ def compare(model: GridModel, trees: Sequence[str], repeats: int) -> Iterator[di
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--family", choices=FAMILIES, default="janus")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--side", type=int, help="codes per side; default: 16")
     parser.add_argument("--accuracy", type=float, nargs="+", default=[0.8, 0.75], help="levels of accuracy")
@@ -88,10 +89,10 @@ def main() -> None:
     if options.side is not None:
         sizes = Sizes(**{**vars(sizes), "side": options.side})
     record: dict[str, Any] = {
-        "kind": "custom-generate", "model": f"Janus, {options.size}", "side": sizes.side, "dtype": dtype,
+        "kind": "custom-generate", "model": f"{options.family}, {options.size}", "side": sizes.side, "dtype": dtype,
         "transformers": transformers.__version__, "machine": describe_machine(device), "levels": [],
     }  # fmt: skip
-    model = make_janus(sizes, options.device, getattr(torch, dtype))
+    model = FAMILIES[options.family](sizes, options.device, getattr(torch, dtype))
 
     for index, accuracy in enumerate(options.accuracy):
         noise, reached = model.calibrate(accuracy, CELLS[options.size])

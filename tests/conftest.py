@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What is measured in tests is not remembered for others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UNDERDRAW_CACHE", str(tmp_path_factory.mktemp("cache")))

@@ -45,7 +45,7 @@ def unchecked_lines(tree: ast.Module) -> set[int]:
 
 
 def test_no_six_lines_stand_twice() -> None:
-    places: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    positions: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for file, tree in FILES.items():
         unchecked = unchecked_lines(tree)
         lines = [
@@ -55,5 +55,5 @@ def test_no_six_lines_stand_twice() -> None:
         ]
         for start in range(len(lines) - RUN + 1):
             window = lines[start : start + RUN]
-            places[tuple(text for _, text in window)].append(f"{file.relative_to(ROOT)}:{window[0][0]}")
-    assert [twice for twice in places.values() if len(twice) > 1] == []
+            positions[tuple(text for _, text in window)].append(f"{file.relative_to(ROOT)}:{window[0][0]}")
+    assert [twice for twice in positions.values() if len(twice) > 1] == []

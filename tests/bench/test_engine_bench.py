@@ -180,8 +180,8 @@ def test_transformers_baseline_of_every_family(name: str, expected: str) -> None
     """The classes of transformers, with the family's vocabulary but small layers."""
     model = model_shape(name)
     arch = replace(model.arch, dim=32, layers=1, heads=4, kv_heads=2, head_dim=8, ffn=16, rope=Rope.one_axis(8))
-    place = Placement(torch.device("cpu"), torch.float32)
-    record = time_transformers(name, replace(model, arch=arch), place, 1)
+    placement = Placement(torch.device("cpu"), torch.float32)
+    record = time_transformers(name, replace(model, arch=arch), placement, 1)
     assert record["class"] == expected and record["ms_per_token"] > 0
     assert torch.get_default_dtype() == torch.float32
 

@@ -31,8 +31,8 @@ def commands(*pages: Path) -> list[list[str]]:
 def test_every_preset_has_its_command_on_a_page_and_results_on_one_of_its_own(name: str) -> None:
     page = PAGES.get(name, PAGES["more"])
     text = page.read_text()
-    found = [words for words in commands(page) if words[0] == "bench" and words[words.index("--preset") + 1] == name]
-    (words,) = found
+    matching = [words for words in commands(page) if words[0] == "bench" and words[words.index("--preset") + 1] == name]
+    (words,) = matching
     options = set(re.findall(r"--[a-z-]+", call("bench", "--help").out))
     assert {word for word in words if word.startswith("--")} <= options
     assert words[words.index("--out") + 1] == f"benchmarks/results/{name}/cpu"

@@ -104,9 +104,9 @@ def test_images_are_paired_by_index(folders: Path, tmp_path: Path) -> None:
     """Also if files are renamed, lines are shuffled and some are missing."""
     lines = [json.loads(line) for line in (folders / "plain" / "metadata.jsonl").read_text().splitlines()]
     kept = lines[::-1][:30]
-    for place, line in enumerate(kept):
-        (tmp_path / f"{place}.png").write_bytes((folders / "plain" / line["file_name"]).read_bytes())
-        line["file_name"] = f"{place}.png"
+    for number, line in enumerate(kept):
+        (tmp_path / f"{number}.png").write_bytes((folders / "plain" / line["file_name"]).read_bytes())
+        line["file_name"] = f"{number}.png"
     (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     record = evaluate(tmp_path, "--against", folders / "exact")
     assert record["exact"]["rate"] == 1 and (record["joined"], record["only_here"], record["only_there"]) == (30, 0, 10)

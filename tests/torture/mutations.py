@@ -67,32 +67,32 @@ def damage_kind(rng: random.Random, path: Path) -> str:
     return kind
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The paths to all values in a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for key, child in items for place in _places(child, (*path, key)))]
+    return [path, *(inner for key, child in items for inner in _paths(child, (*path, key)))]
 
 
 def change_value(rng: random.Random, value: Any) -> tuple[Any, str]:
     """A JSON value with one part deleted, retyped, resized or nested deeply."""
-    places = _places(value)
-    place = rng.choice(places[: 40 + len(places) // 50])  # long lists hold the same kind of value again and again
+    paths = _paths(value)
+    path = rng.choice(paths[: 40 + len(paths) // 50])  # long lists hold the same kind of value again and again
     kind = rng.choice(["delete", "retype", "retype", "retype", "deep", "add"])
     new: Any = rng.choice(WRONG_VALUES)
     if kind == "deep":
         new = json.loads("[" * 200 + "]" * 200)
-    if not place:
+    if not path:
         return (new if kind != "delete" else {}), f"{kind} the whole"
     parent = value
-    for key in place[:-1]:
+    for key in path[:-1]:
         parent = parent[key]
     if kind == "delete":
-        del parent[place[-1]]
+        del parent[path[-1]]
     elif kind == "add" and isinstance(parent, dict):
         parent[rng.choice(["x", "", "__proto__", "kind"])] = new
     else:
-        parent[place[-1]] = new
-    return value, f"{kind} {'.'.join(map(str, place))} = {str(new)[:40]!r}"
+        parent[path[-1]] = new
+    return value, f"{kind} {'.'.join(map(str, path))} = {str(new)[:40]!r}"
 
 
 def damage_json(rng: random.Random, path: Path) -> str:

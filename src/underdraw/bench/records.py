@@ -283,9 +283,9 @@ def _subjects(record: Record) -> list[Section]:
         "top-5, other styles": lambda row: percent(row["other_top5"]),
         "correct background colour": lambda row: percent(row["colour"]),
     }
-    chance = record["chance"]
-    others = {"other_top1": chance["top1"], "other_top5": chance["top5"]}
-    rows = [{"name": "random guess", "ranked": "", **chance, **others}]
+    guess = record["chance"]
+    others = {"other_top1": guess["top1"], "other_top5": guess["top5"]}
+    rows = [{"name": "random guess", "ranked": "", **guess, **others}]
     rows += [
         {"name": f"{SUBJECT_SETS[subjects['set']]}: {name}", **subjects[source]}
         for subjects in record["sets"]

@@ -226,7 +226,7 @@ class GenerateOptions(
             raise ConfigError(f"{sheet} must end in one of {', '.join(SHEET_SUFFIXES)}.")
         if real_path(sheet.parent) == real_path(out) and sheet.suffix.lower() == ".png":
             raise ConfigError(f"{sheet} could be a picture of the run; put the sheet elsewhere, or name it .jpg.")
-        check_file(sheet, force=self.force, is_own=is_contact_sheet)
+        check_file(sheet, force=self.force, may_replace=is_contact_sheet)
 
     def image_path(self, seed: int) -> Path:
         """Where a single image goes: --out, or a name made of prompt and seed."""

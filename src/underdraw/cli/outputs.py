@@ -24,15 +24,15 @@ def check_outputs(outputs: Mapping[str, Path | None], *, force: bool) -> None:
         check_new_file(path, force=force)
 
 
-def check_new_file(path: Path, *, force: bool, is_own: Callable[[Path], bool] | None = None) -> None:
-    """Raise unless a file of this name can be written; an existing one only with `force` or if `is_own` says so."""
+def check_new_file(path: Path, *, force: bool, may_replace: Callable[[Path], bool] | None = None) -> None:
+    """Raise unless a file of this name can be written; an existing one only with `force` or `may_replace`."""
     check_name(path)
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give a file name.")
     if os.path.lexists(path):
         if not path.is_file():
             raise ConfigError(f"{path} is no regular file and is not replaced; give another name.")
-        if not force and not (is_own is not None and is_own(path)):
+        if not force and not (may_replace is not None and may_replace(path)):
             raise ConfigError(f"{path} exists; give another name, or --force to replace it.")
     if not path.parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}; create it first.")
@@ -45,11 +45,11 @@ def check_png(option: str, path: Path | None) -> None:
         raise ConfigError(f"{option} {path} does not end in .png; images are written as PNG files.")
 
 
-def check_file(path: Path, *, force: bool = True, is_own: Callable[[Path], bool] | None = None) -> None:
+def check_file(path: Path, *, force: bool = True, may_replace: Callable[[Path], bool] | None = None) -> None:
     """`check_new_file` for a file whose folder may be missing."""
     check_name(path)
     if path.parent.is_dir():
-        check_new_file(path, force=force, is_own=is_own)
+        check_new_file(path, force=force, may_replace=may_replace)
     else:
         check_folder(path.parent)
 

@@ -182,8 +182,8 @@ def _monotonic(costs: Sequence[tuple[int, float]]) -> Costs:
 def fastest(first: WindowCosts, second: WindowCosts) -> WindowCosts:
     """The smaller cost of every size; other work can only make a pass slower."""
 
-    def merge(one: Costs, other: Costs) -> Costs:
-        both = dict(one)
+    def merge(costs: Costs, other: Costs) -> Costs:
+        both = dict(costs)
         for nodes, ms in other:
             both[nodes] = min(ms, both.get(nodes, ms))
         return _monotonic(sorted(both.items()))

@@ -61,6 +61,10 @@ def test_rows_methods_and_columns_kinds(mini: Path, tmp_path: Path) -> None:
         assert "x** (" in rows[method.name][1]
     assert rows["AR"][1:4] == ["1.00"] * 3
 
+    del summary["entries"][-1]["kinds"]["hard"]  # as in a run that was stopped
+    (section,) = kinds_sections(summary)
+    assert section.table is not None and section.table.rows[-1][2] == "-"
+
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- results: run#kinds -->\n<!-- end -->\nafter\n")
     assert call("plot", "--page", page).code == 0

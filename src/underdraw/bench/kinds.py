@@ -44,12 +44,14 @@ def _table(entries: list[Mapping[str, Any]]) -> Table:
     rows = []
     for entry in entries:
         total = entry["kinds"]["all"]
-        cells = [_cell(entry["kinds"][kind], is_plain=entry["method"] == PLAIN) for kind in kinds]
+        cells = [_cell(entry["kinds"].get(kind), is_plain=entry["method"] == PLAIN) for kind in kinds]
         rows.append([entry["method"], *cells, f"{total['identical']} of {total['pictures']}"])
     return Table(columns, rows)
 
 
-def _cell(values: Mapping[str, Any], *, is_plain: bool) -> str:
+def _cell(values: Mapping[str, Any] | None, *, is_plain: bool) -> str:
+    if values is None:  # a stopped run has drawn pictures of fewer kinds with some methods
+        return "-"
     speedup = values["speedup"]
     if is_plain or speedup is None:
         return f"{values['tau']:.2f}"

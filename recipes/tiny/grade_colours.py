@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,18 +15,13 @@ from torch import Tensor
 
 from recipes.tiny.palette import SPRITE_COLOURS
 from recipes.tiny.recolour import colour_shares
-from recipes.tiny.samples import decode_codes, generate_codes
+from recipes.tiny.samples import GradingOptions, decode_codes, generate_codes
 from underdraw.bench.environment import describe_machine
-from underdraw.bench.records import record_sections
-from underdraw.bench.report import to_markdown
 from underdraw.bench.sections import portable_settings
 from underdraw.cli import options
 from underdraw.cli.app import main
-from underdraw.cli.outputs import check_file
-from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError
 from underdraw.images import contact_sheet, pixels_to_images
-from underdraw.io import atomic_write_json
 from underdraw.prompts import load_prompts
 
 app = typer.Typer(add_completion=False)
@@ -59,45 +53,33 @@ def grade_colours(prompts: Sequence[str], images: Tensor) -> list[dict[str, Any]
 
 
 @app.command()
+@options.grouped
 def colours(
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="JSON", help="Result to write.")],
+    grading: GradingOptions,
     prompts: Annotated[
         str, typer.Option(metavar="FILE", help="Prompts that begin with a coloured subject, one per line.")
     ] = "benchmarks/prompts_colours.txt",
     seed: options.Seed = 0,
-    model: options.Model = "tiny",
-    drafter: options.Drafter = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    batch: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Images generated at once.")] = 1,
-    sheet: Annotated[Path | None, typer.Option(metavar="IMAGE", help="Also write a contact sheet.")] = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Measure how often the colour of the subject is the requested one, with the model's default settings."""
-    for path in (out, *([] if sheet is None else [sheet])):
-        check_file(path)
+    grading.check()
     texts = load_prompts(prompts)
     for text in texts:
         requested_colour(text)
-    silent = json or quiet
-    pipe, _ = options.load_pipeline(
-        model=model, drafter=drafter, verifier="exact", device=device, dtype=dtype, silent=silent
-    )
-    first = seed or 0
-    codes = generate_codes(pipe, texts, range(first, first + len(texts)), batch, silent=silent).codes
+    pipe, first = grading.load(), seed or 0
+    seeds = range(first, first + len(texts))
+    codes = generate_codes(pipe, texts, seeds, grading.batch, silent=grading.silent).codes
     images = decode_codes(pipe, codes)
     graded = grade_colours(texts, images)
-    if sheet is not None:
+    if grading.sheet is not None:
         captions = [f"{entry['prompt']} [{entry['seen']}]" for entry in graded]
-        contact_sheet(pixels_to_images(images * 2 - 1), sheet, captions=captions, width=160)
+        contact_sheet(pixels_to_images(images * 2 - 1), grading.sheet, captions=captions, width=160)
     record = {
         "kind": "colours", "model": pipe.model.name,
         "settings": portable_settings(pipe.settings(pipe.request(texts[0], seed=first))), "seed": first,
         "obeyed": sum(entry["obeyed"] for entry in graded), "prompts": graded, "machine": describe_machine(pipe.device),
     }  # fmt: skip
-    atomic_write_json(out, record)
-    print_result(f"{to_markdown(record_sections(record))}\n\n{out}", record, as_json=json, quiet=quiet)
+    grading.save(record)
 
 
 if __name__ == "__main__":

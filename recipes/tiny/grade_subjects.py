@@ -16,16 +16,13 @@ from torch import Tensor
 
 from recipes.tiny import imagenet_features
 from recipes.tiny.data import Pack
+from recipes.tiny.samples import GradingOptions
 from recipes.tiny.subjects import measure
-from underdraw.bench.records import record_sections
-from underdraw.bench.report import to_markdown
 from underdraw.cli import options
 from underdraw.cli import train as cli
 from underdraw.cli.app import main
-from underdraw.cli.outputs import check_file
-from underdraw.cli.progress import drafted_tokens, print_result, progress_bar
+from underdraw.cli.progress import drafted_tokens, progress_bar
 from underdraw.images import contact_sheet, pixels_to_images
-from underdraw.io import atomic_write_json
 from underdraw.pipeline import Pipeline
 
 app = typer.Typer(add_completion=False)
@@ -42,41 +39,29 @@ Cache = Annotated[
 
 
 @app.command()
+@options.grouped
 def subjects(
     pack: Annotated[Path, typer.Option(metavar="FILE", help="Training pack.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="JSON", help="Result to write.")],
+    grading: GradingOptions,
     count: Count = 32,
     candidates: Candidates = 128,
     seed: cli.Seed = 0,
     cache: Cache = None,
-    model: options.Model = "tiny",
-    drafter: options.Drafter = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    batch: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Images generated at once.")] = 1,
-    sheet: Annotated[Path | None, typer.Option(metavar="PNG", help="Also write a contact sheet.")] = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Rank the requested subject among others with an ImageNet network, for prompts made from the training pack."""
-    for path in (out, *([] if sheet is None else [sheet])):
-        check_file(path)
+    grading.check()
     images = Pack(pack)
     network = imagenet_features.ImageNetFeatures(imagenet_features.load_weights(cache))
-    silent = json or quiet
-    pipe, _ = options.load_pipeline(
-        model=model, drafter=drafter, verifier="exact", device=device, dtype=dtype, silent=silent
-    )
+    pipe = grading.load()
 
     def generate(texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
-        generated = generate_all(pipe, texts, seeds, batch, silent=silent)
-        if sheet is not None:
-            contact_sheet(pixels_to_images(generated * 2 - 1), sheet, captions=texts)
+        generated = generate_all(pipe, texts, seeds, grading.batch, silent=grading.silent)
+        if grading.sheet is not None:
+            contact_sheet(pixels_to_images(generated * 2 - 1), grading.sheet, captions=texts)
         return generated
 
     record = measure(pipe, images, network, generate, count=count, candidate_count=candidates, seed=seed)
-    atomic_write_json(out, record)
-    print_result(f"{to_markdown(record_sections(record))}\n\n{out}", record, as_json=json, quiet=quiet)
+    grading.save(record)
 
 
 def generate_all(pipe: Pipeline, texts: Sequence[str], seeds: Sequence[int], batch: int, *, silent: bool) -> Tensor:

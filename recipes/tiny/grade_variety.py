@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,18 +16,14 @@ import numpy as np
 import typer
 from torch import Tensor
 
-from recipes.tiny.samples import generate_codes
+from recipes.tiny.samples import Batch, GradingOptions, generate_codes
 from underdraw.bench.environment import describe_machine
-from underdraw.bench.records import record_sections
-from underdraw.bench.report import to_markdown
 from underdraw.bench.sections import portable_settings
 from underdraw.cli import options
 from underdraw.cli.app import main
-from underdraw.cli.outputs import check_file
-from underdraw.cli.progress import print_result
 from underdraw.errors import ConfigError
 from underdraw.images import contact_sheet, pixels_to_images
-from underdraw.io import atomic_write_json, read_json
+from underdraw.io import read_json
 from underdraw.pipeline import Pipeline
 
 app = typer.Typer(add_completion=False)
@@ -80,44 +77,38 @@ def seeds_sheet(pipe: Pipeline, kinds: Mapping[str, Sequence[str]], drawn: Mappi
     contact_sheet(images, path, captions=captions, per_row=len(codes[0]) * 2, width=160)
 
 
+@dataclass(frozen=True, kw_only=True)
+class VarietyOptions(GradingOptions):
+    batch: Batch = 4
+    sheet: Annotated[
+        Path | None, typer.Option(metavar="IMAGE", help="Also write a contact sheet: seeds of one prompt in a row.")
+    ] = None
+
+
 @app.command()
+@options.grouped
 def variety(
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="JSON", help="Result to write.")],
+    grading: VarietyOptions,
     prompts: Annotated[Path, typer.Option(metavar="JSON", help="Prompts by kind of image.")] = Path(
         "benchmarks/prompts_kinds.json"
     ),
     seeds: Annotated[int, typer.Option(min=2, metavar="COUNT", help="Images of each prompt.")] = 4,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 1.0,
     limit: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Prompts of each kind.")] = 8,
-    model: options.Model = "tiny",
-    drafter: options.Drafter = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    batch: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Images generated at once.")] = 4,
-    sheet: Annotated[
-        Path | None, typer.Option(metavar="IMAGE", help="Also write a contact sheet: seeds of one prompt in a row.")
-    ] = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Measure equal codes between seeds, and entropy, by kind of image."""
-    for path in (out, *([] if sheet is None else [sheet])):
-        check_file(path)
+    grading.check()
     kinds = {kind: texts[:limit] for kind, texts in load_kinds(prompts).items()}
-    silent = json or quiet
-    pipe, _ = options.load_pipeline(
-        model=model, drafter=drafter, verifier="exact", device=device, dtype=dtype, silent=silent
-    )
-    entries, drawn = measure_kinds(pipe, kinds, seeds=seeds, temperature=temperature, batch=batch)
+    pipe = grading.load()
+    entries, drawn = measure_kinds(pipe, kinds, seeds=seeds, temperature=temperature, batch=grading.batch)
     request = pipe.request(next(iter(kinds.values()))[0], seed=0, temperature=temperature)
     record = {
         "kind": "variety", "model": pipe.model.name, "settings": portable_settings(pipe.settings(request)),
         "seeds": seeds, "temperature": temperature, "kinds": entries, "machine": describe_machine(pipe.device),
     }  # fmt: skip
-    atomic_write_json(out, record)
-    if sheet is not None:
-        seeds_sheet(pipe, kinds, drawn, sheet)
-    print_result(f"{to_markdown(record_sections(record))}\n\n{out}", record, as_json=json, quiet=quiet)
+    if grading.sheet is not None:
+        seeds_sheet(pipe, kinds, drawn, grading.sheet)
+    grading.save(record)
 
 
 if __name__ == "__main__":

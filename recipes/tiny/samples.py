@@ -1,17 +1,51 @@
-"""Images of many prompts as codes, with the model's statistics, for the grading scripts."""
+"""What the grading scripts share: their options, and images of many prompts as codes with the model's statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from torch import Tensor
 
+from underdraw.bench.records import record_sections
+from underdraw.bench.report import to_markdown
+from underdraw.cli import options
+from underdraw.cli.outputs import check_file
 from underdraw.cli.progress import drafted_tokens, progress_bar
+from underdraw.io import atomic_write_json
 from underdraw.pipeline import Pipeline
+
+Batch = Annotated[int, typer.Option(min=1, metavar="COUNT", help="Images generated at once.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradingOptions(options.OutputOptions, options.ModelOptions):
+    """The model that is graded, and what is written."""
+
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="JSON", help="Result to write.")]
+    drafter: options.Drafter = "auto"
+    batch: Batch = 1
+    sheet: Annotated[Path | None, typer.Option(metavar="IMAGE", help="Also write a contact sheet.")] = None
+
+    def check(self) -> None:
+        """Raise if a file exists, or could not be written."""
+        for path in (self.out, self.sheet):
+            if path is not None:
+                check_file(path)
+
+    def load(self) -> Pipeline:
+        loading = {**options.values_of(options.ModelOptions, self), "drafter": self.drafter, "verifier": "exact"}
+        return options.load_pipeline(**loading, silent=self.silent)[0]
+
+    def save(self, record: dict[str, Any]) -> None:
+        """Write the result and print its tables."""
+        atomic_write_json(self.out, record)
+        self.print(f"{to_markdown(record_sections(record))}\n\n{self.out}", record)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ DEVIATIONS = 0.04  # share of cells in the grids that follow no rule
 CONSTANT = 10.0  # times the square root of the width
 SHARPNESS = 12.0  # how much larger the score of the cell above is than those of its neighbours
 RIDGE = 1e-2
+TIE_BREAK = 0.25  # share of the successor in regression targets: what to draw in the first row, which has none above
 BATCH = 16  # grids at a time
 SEARCH_STEPS = 6
 HEAD_SCALE = 12.0  # regression targets are 0 and 1; logits are larger
@@ -122,7 +123,9 @@ class GridModel:
         product: Any = 0.0
         for part in grids[:count].split(BATCH):
             features = functional.pad(self.features(part).float().flatten(0, 1), (0, 1), value=1.0)  # and the bias
-            targets = functional.one_hot(part.flatten(), COLOURS).float() - 1 / COLOURS
+            follower = successor(functional.pad(part[:, :-1], (1, 0)))  # of the cell to the left
+            targets = functional.one_hot(part, COLOURS) + TIE_BREAK * functional.one_hot(follower, COLOURS)
+            targets = targets.float().flatten(0, 1) - 1 / COLOURS
             gram, product = gram + features.T @ features, product + features.T @ targets
         gram.diagonal().add_(RIDGE * gram.diagonal().mean())
         weight = HEAD_SCALE * torch.linalg.solve(gram, product).T  # (COLOURS, D + 1)

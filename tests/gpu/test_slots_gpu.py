@@ -104,4 +104,5 @@ def test_memory_does_not_grow_over_150_images() -> None:
         memory.setdefault(captured, []).append(torch.cuda.memory_allocated())
     rounds = max(memory.values(), key=len)
     assert len(rounds) >= 4, f"images of one layout need ever new passes: {memory}"
-    assert rounds[-1] <= rounds[0], f"later images need more memory than the first ones: {memory}"
+    # A small tensor of the last images may be alive; the KV cache of one image alone takes more than this.
+    assert rounds[-1] - rounds[0] < 4096, f"later images need more memory than the first ones: {memory}"

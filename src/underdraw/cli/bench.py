@@ -49,8 +49,8 @@ Prompts = Annotated[
     str,
     measured_option(
         metavar="FILE|parti|coco",
-        help="A text file with one prompt per line, a JSON {kind: [prompt, ...]}, a TSV of PartiPrompts, a captions "
-        "JSON of COCO, or parti or coco.",
+        help="A text file with one prompt per line, a JSON object of lists of prompts by kind, a TSV of PartiPrompts, "
+        "a captions JSON of COCO, or parti or coco.",
     ),
 ]
 Limit = Annotated[

@@ -35,28 +35,29 @@ CELLS = {"test": 4096, "small": 16384, "7b": 24576}  # of the grids that heads a
 TREES = {"cpu": ("none", "chain:depth=16", "auto"), "cuda": ("none", "chain:depth=31", "auto")}
 
 
-def timed(draw: Callable[[], Any], repeats: int) -> tuple[float, Any]:
-    """Median seconds of `repeats` calls, and the result of the last one."""
-    seconds = []
+def timed(draw: Callable[[], Any], repeats: int, device: torch.device) -> tuple[float, Any]:
+    """Median seconds of `repeats` calls, and the result of the last one; on a CPU those of the one thread in use."""
+    seconds, clock = [], time.process_time if device.type == "cpu" else time.perf_counter
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         result = draw()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(clock() - start)
     return statistics.median(seconds), result
 
 
 def compare(model: GridModel, trees: Sequence[str], repeats: int) -> Iterator[dict[str, Any]]:
     """Seconds of a greedy image with both loops, and passes and equality of ours; yields what is measured so far."""
     clear_cache()  # the weights have changed
-    base, expected = timed(lambda: model.draw_plain(do_sample=False), 1)
+    device = model.model.device
+    base, expected = timed(lambda: model.draw_plain(do_sample=False), repeats if device.type == "cpu" else 1, device)
     print(f"  transformers: {base:.2f} s", flush=True)
     results: dict[str, Any] = {}
     for tree in trees:
         draw = functools.partial(model.draw, do_sample=False, tree=tree)
         draw()  # copies weights, captures passes, measures costs
-        seconds, (codes, passes) = timed(draw, repeats)
+        seconds, (codes, passes) = timed(draw, repeats, device)
         speedup, rate, equal = base / seconds, len(codes) / passes, float((codes == expected).float().mean())
         results[tree] = {"seconds": seconds, "speedup": speedup, "tokens_per_pass": rate, "equal_codes": equal}
         print(
@@ -84,6 +85,8 @@ def main() -> None:
     options = parse_options()
     transformers.logging.set_verbosity_error()
     device = torch.device(options.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # so that the time of the process is the time it takes, whatever else is running
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     sizes = SIZES[options.size]
     if options.side is not None:

@@ -71,7 +71,7 @@ class GridModel:
     features: Callable[[Tensor], Tensor]  # (B, N) codes -> (B, N, D) inputs of the LM head that predict them
     head: Any  # the last linear layer
     first_code: int  # row of code 0 in the head
-    plain_options: dict[str, Any]  # arguments of transformers' own loop
+    plain_options: Callable[[], dict[str, Any]]  # arguments of transformers' own loop
     options: dict[str, Any] = field(default_factory=dict)  # arguments of both loops
     custom_options: dict[str, Any] = field(default_factory=dict)  # arguments of `custom_generate`
     returns_prompt: bool = False  # before the image
@@ -82,7 +82,7 @@ class GridModel:
 
     def draw_plain(self, **sampling: Any) -> Tensor:
         """The image's tokens from transformers' own loop (N,)."""
-        ids = self.model.generate(**self.inputs(), **self.options, **self.plain_options, **sampling)[0]
+        ids = self.model.generate(**self.inputs(), **self.options, **self.plain_options(), **sampling)[0]
         return ids[len(self.prompt) :] if self.returns_prompt else ids
 
     def draw(self, **arguments: Any) -> tuple[Tensor, int]:
@@ -225,9 +225,13 @@ def make_janus(sizes: Sizes, device: str = "cpu", dtype: torch.dtype = torch.flo
         head = inner.generation_head
         return head.activation_fn(head.proj_out(states))
 
-    options = {"generation_mode": "image", "max_new_tokens": 1}
+    def plain_options() -> dict[str, Any]:
+        """With the cache that Janus makes by default, which transformers 5.17 cannot make itself."""
+        cache = transformers.StaticCache(config=config.text_config, max_cache_len=len(prompt) + side * side)
+        return {"generation_mode": "image", "max_new_tokens": 1, "past_key_values": cache}
+
     return GridModel(
-        model, side, prompt, inner.language_model.layers, features, inner.generation_head.vision_head, 0, options
+        model, side, prompt, inner.language_model.layers, features, inner.generation_head.vision_head, 0, plain_options
     )
 
 
@@ -275,7 +279,7 @@ def make_emu3(sizes: Sizes, device: str = "cpu", dtype: torch.dtype = torch.floa
     prepare_decoder(decoder, side + 1, theta)
     return GridModel(
         model, side, prompt, decoder.layers, features, model.lm_head, first,
-        {"max_new_tokens": len(cells) + len(ends)}, options, {"image_size": (side, side)}, returns_prompt=True,
+        lambda: {"max_new_tokens": len(cells) + len(ends)}, options, {"image_size": (side, side)}, returns_prompt=True,
     )  # fmt: skip
 
 
@@ -299,10 +303,10 @@ def make_chameleon(sizes: Sizes, device: str = "cpu", dtype: torch.dtype = torch
         return states[:, len(prompt) - 1 :]
 
     prepare_decoder(model.model, side, 10000.0)
-    options = {"max_new_tokens": side * side, "eos_token_id": None}
     return GridModel(
-        model, side, prompt, model.model.layers, features, model.lm_head, first, options, returns_prompt=True
-    )
+        model, side, prompt, model.model.layers, features, model.lm_head, first,
+        lambda: {"max_new_tokens": side * side, "eos_token_id": None}, returns_prompt=True,
+    )  # fmt: skip
 
 
 def decoder_config(sizes: Sizes) -> dict[str, Any]:

@@ -351,6 +351,7 @@ def _pass_time(pyplot: Any, records: Sequence[Record]) -> Any:
         sizes, times = [int(size) for size in record["verify_ms"]], list(record["verify_ms"].values())
         weights = record.get("weights", "full")
         label = f"{record['model'].removeprefix('random:')}, {record['dtype'] if weights == 'full' else weights}"
+        label += "" if record.get("numerics") == "row-invariant" else ", fastest"
         axes.plot(sizes, times, **_style(index), label=label)
         axes.axhline(record["floor_ms"], linestyle=":", color=f"C{index}", label="bound: weights read once")
     axes.set(xscale="log", xlabel="nodes per pass", ylabel="milliseconds", ylim=(0, None))

@@ -57,7 +57,7 @@ def _pass_table(records: Sequence[Record]) -> Table:
         return "" if spent is None else f"{spent:.2f}"
 
     columns: dict[str, Cell] = {
-        "model": lambda record: f"{record['model']}, {_weights(record)}",
+        "model": _model_label,
         "bandwidth bound": "{floor_ms:.2f}",
         "1 node over the bound": lambda record: f"{record['verify_ms']['1'] / record['floor_ms']:.2f}",
         **{f"{size} node{'s' * (size > 1)}": partial(cell, size=size) for size in sizes},
@@ -66,10 +66,11 @@ def _pass_table(records: Sequence[Record]) -> Table:
     return Table.of(records, columns)
 
 
-def _weights(record: Record) -> str:
-    """The format of the weights: a dtype, or a quantised format."""
+def _model_label(record: Record) -> str:
+    """The model, its dtype or quantised format, and other numerics than the default."""
     weights = record.get("weights", "full")
-    return str(record["dtype"] if weights == "full" else weights)
+    label = f"{record['model']}, {record['dtype'] if weights == 'full' else weights}"
+    return label if record.get("numerics") == "row-invariant" else f"{label}, `fastest`"
 
 
 # ------------------------------------------------------------------------------------------------- engine, agreement
@@ -115,7 +116,7 @@ def _engine(record: Record) -> list[Section]:
     )
     rows = [list(row) for row in engine_rows(record)]
     notes = dict.fromkeys(replay["note"] for replay in record.get("replays", []))
-    heading = f"{record['model']}, {_weights(record)}, batch {record['batch']}"
+    heading = f"{_model_label(record)}, batch {record['batch']}"
     note = " ".join(f"Replayed: {note}." for note in notes)
     sections = [Section(heading, text, Table(("measured", "value"), rows), note)]
     for size, kernels in record.get("profiles", {}).items():

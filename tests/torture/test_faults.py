@@ -22,7 +22,7 @@ from torture.mutations import case_random
 from torture.test_damaged_runs import TIMES
 
 KILLS, ROUNDS = 102, 50
-COMMANDS = ("generate", "bench", "train samples", "train drafter")
+COMMANDS = ("generate", "bench", "train samples", "train drafter", "shards")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,10 @@ def command(base: Path, name: str, out: Path) -> tuple[object, ...]:
     model, prompts = ("-m", base / "model"), ("--prompts", base / "prompts.txt")
     return {
         "generate": ("generate", *model, *prompts, "-o", out, "--seed", 1, "--tree", "none", "--quiet"),
+        "shards": (
+            *("generate", *model, *prompts, "-o", out, "--seed", 1, "--tree", "none", "--quiet"),
+            *("--format", "webdataset", "--shard-size", 2),
+        ),
         "bench": ("bench", *model, *prompts, "-o", out, "--seed", 1, "--tree", "chain:depth=2", "--quiet"),
         "train samples": ("train", "samples", *model, *prompts, "--count", 4, "--batch", 2, "-o", out),
         "train drafter": (
@@ -60,7 +64,7 @@ def content(folder: Path, name: str) -> dict[str, Any]:
         if path.suffix == ".jsonl" and path.name != "timings.jsonl":
             rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
             found[key] = sorted(str({k: v for k, v in row.items() if k not in TIMES}) for row in rows)
-        elif path.suffix in (".png", ".safetensors") and name != "train drafter":
+        elif path.suffix in (".png", ".tar", ".safetensors") and name != "train drafter":
             found[key] = path.read_bytes()
         else:  # settings with the machine's memory, summaries with times, weights of a training of so many seconds
             found[key] = path.is_file()

@@ -23,27 +23,27 @@ from underdraw.errors import ConfigError
 class SceneConfig:
     """Probabilities of what a scene shows. What they leave of 1 are single sprites on a plain colour."""
 
-    photo: float = 0.07
-    landscape: float = 0.09
+    photo: float = 0.06
+    landscape: float = 0.10
     pair: float = 0.10
     white: float = 0.20  # backgrounds of sprites: these three, otherwise a plain colour
     gradient: float = 0.16
     scenery: float = 0.16
-    portrait_scenery: float = 0.3  # instead of `scenery`, behind portraits
+    portrait_scenery: float = 0.2  # instead of `scenery`, behind portraits
     large: float = 0.10  # of single sprites on a plain background
-    medium: float = 0.26
-    small: float = 0.14
-    recolour: float = 0.22  # of the single sprites that can be; half as often in pairs
-    turn: float = 0.16  # of single sprites
-    flip: float = 0.5
-    words: float = 0.8  # how often size and position are said; otherwise they are free
+    medium: float = 0.24
+    small: float = 0.12
+    recolour: float = 0.18  # of the single sprites that can be; half as often in pairs
+    turn: float = 0.08  # of single sprites
+    flip: float = 0.5  # of photographs, and of sprites that may be mirrored; portraits never are
+    words: float = 0.85  # how often size and position are said; otherwise they are free
     facing_words: float = 0.5
     style_unnamed: float = 0.1
     default_style_unnamed: float = 0.3
     background_unnamed: float = 0.18  # of single sprites on a plain colour
-    soft: float = 0.7  # of scenery behind a sprite: out of focus
+    soft: float = 0.85  # of scenery behind a sprite: out of focus
     people_weight: float = 0.5
-    portrait_weight: float = 1.0
+    portrait_weight: float = 1.8
     style_weights: dict[str, float] = field(default_factory=lambda: {DEFAULT_STYLE: 2.0})
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class SceneConfig:
 
 
 TURNS = (-10.0, 10.0)  # degrees
-ZOOMS = ((9 / 8, 2), (11 / 8, 4))  # scales of photographs, and positions of a crop along each side
+ZOOM, CROPS = 9 / 8, 2  # scale of photographs, and positions of a crop along each side
 FAR = 3  # cells from the middle at which a sprite is 'on the left'
 
 
@@ -232,15 +232,15 @@ class Composer:
 
     def _views(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """Scales of photographs and positions of crops, an eighth of the canvas apart."""  # (B, 3)
-        zooms = np.array(ZOOMS)[rng.integers(len(ZOOMS), size=count)]
-        steps = (rng.random((count, 2)) * zooms[:, 1:]).astype(np.int64)
-        return np.concatenate([zooms[:, :1], steps / (zooms[:, 1:] - 1)], axis=1)
+        steps = rng.integers(CROPS, size=(count, 2)) / (CROPS - 1)
+        return np.concatenate([np.full((count, 1), ZOOM), steps], axis=1)
 
     def _vary_sprites(self, rows: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Mirrored or not, angles and colours of all sprites."""  # three arrays (B, 2)
         config, shape = self.config, rows.shape
         is_pair = (rows[:, 1] >= 0)[:, None]
-        flips = (rng.random(shape) < config.flip) & self._flippable[rows] & (rows >= 0)
+        may_flip = self._flippable[rows] & ~self._is_portrait[rows] & (rows >= 0)
+        flips = (rng.random(shape) < config.flip) & may_flip
         is_turned = (rng.random(shape) < config.turn) & ~is_pair & ~self._is_portrait[rows] & (rows >= 0)
         turns = np.where(is_turned, rng.choice(TURNS, shape), 0.0)
         share = np.where(is_pair, config.recolour / 2, config.recolour)

@@ -125,11 +125,12 @@ def test_gradients_run_from_top_to_bottom(painter: Painter) -> None:
     assert (image[0, 1:, 0] <= image[0, :-1, 0]).all()
 
 
-def test_only_flippable_sprites_are_flipped(pack: Pack) -> None:
+def test_only_flippable_sprites_but_no_portraits_are_flipped(pack: Pack) -> None:
     scenes = Composer(pack, config=SceneConfig(flip=1.0)).draw(1000, np.random.default_rng(0))
     for slot in (0, 1):
         has_sprite = scenes.rows[:, slot] >= 0
-        flippable = np.array([pack.pictures[row].flippable for row in scenes.rows[has_sprite, slot]])
+        pictures = [pack.pictures[row] for row in scenes.rows[has_sprite, slot]]
+        flippable = np.array([picture.flippable and picture.kind != "portrait" for picture in pictures])
         assert 0 < flippable.mean() < 1 and np.array_equal(scenes.flips[has_sprite, slot], flippable)
     flips = Composer(pack).draw(1000, np.random.default_rng(0)).flips
     assert 0.1 < flips[:, 0].mean() < 0.4

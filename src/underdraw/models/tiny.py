@@ -82,7 +82,7 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         name=checkpoint.name,
         target=DecoderTarget(net, image_offset=text_tokenizer.max_length),
         image_tokenizer=image_tokenizer.eval().requires_grad_(False),
-        defaults=SamplingDefaults(guidance=2.0, temperature=0.5),
+        defaults=SamplingDefaults(guidance=2.0, temperature=0.7),
         sizes=(ImageSize(height * image_tokenizer.downsample, width * image_tokenizer.downsample),),
         make_layout=lambda _: Layout(height, width, codes),
         make_prompt=make_prompt,

@@ -212,7 +212,7 @@ def measure(pipe: Pipeline, args: argparse.Namespace, report: Any) -> list[dict[
 
 def render(record: Mapping[str, Any]) -> str:
     """The table of a result, with what it was measured on."""
-    machine, rows = record["machine"], [row for row in record["rows"] if "error" not in row]
+    machine, rows = record["machine"], [row for row in record["rows"] if row.get("complete", True)]
     hardware = machine["processor"] if machine["cuda"] is None else machine["device"]
     replayed = ", accepted lengths replayed from a trace" if record["replayed"] else ""
     static = {
@@ -249,13 +249,15 @@ def findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{once[method, True] / speed:.2f} ({method})" for (method, is_continuous), speed in once.items()
         if not is_continuous and (method, True) in once
     ]  # fmt: skip
-    continuous = {(row["method"], row["concurrency"]): row for row in rows if row["batching"] == "continuous"}
+    continuous = {
+        (row["method"], row["concurrency"], row["images"]): row for row in rows if row["batching"] == "continuous"
+    }
     gains = []
-    for (method, clients), plain in sorted(continuous.items(), key=lambda item: item[0][1]):
-        drafted = continuous.get(("speculative", clients))
+    for (method, clients, images), plain in sorted(continuous.items(), key=lambda item: item[0][1:]):
+        drafted = continuous.get(("speculative", clients, images))
         if method == "plain" and drafted is not None:
             speed, latency = (drafted[key] / plain[key] for key in ("images_per_second", "latency_p50"))
-            gains.append(f"{clients}: {speed:.2f} and {latency:.2f}")
+            gains.append(f"{clients} ({images} pictures): {speed:.2f} and {latency:.2f}")
     return [
         f"- {most} requests at once, images/s over those of static batches: {', '.join(ratios)}.",
         f"- Drafts over plain decoding, images/s and median latency by clients: {'; '.join(gains)}.",

@@ -54,4 +54,4 @@ def test_batching_measures_and_writes_the_table(tmp_path: Path) -> None:
     assert re.search(
         r"^- 3 requests at once, .* static batches: [\d.]+ \(plain\), [\d.]+ \(speculative\)\.$", text, re.M
     )
-    assert re.search(r"by clients: 1: [\d.]+ and [\d.]+; 3: [\d.]+ and [\d.]+\.$", text, re.M)
+    assert re.search(r"by clients: 1 \(4 pictures\): [\d.]+ and [\d.]+; 3 \(3 .*; 3 \(6 .*\.$", text, re.M)

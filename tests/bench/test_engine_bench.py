@@ -104,7 +104,7 @@ def test_engine_command_writes_a_record(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(words) == 0
     record = json.loads((tmp_path / "out.json").read_text())
     assert json.loads(capsys.readouterr().out) == record
-    assert set(record["verify_ms"]) == {"1", "8", "16", "32", "64", "128"}
+    assert set(record["verify_ms"]) == {"1", "2", "8", "16", "32", "64", "128"}
     assert set(record["level_ms"]) == {"eagle", "block"}
     assert record["kind"] == "engine" and record["plain"]["over_floor"] > 1
     (replay,) = record["replays"]

@@ -131,6 +131,9 @@ def _cost_sections(costs: Record | None) -> list[Section]:
             added = drafted.get(size, ms) - ms
             cells.append(f"{drafted[size]:.2f} ms ({percent(added / plain, 1)})" if size in drafted else "-")
         rows.append(cells)
-    note = "In brackets: what growing the draft and keeping its candidates adds, as a share of a plain pass."
+    note = (
+        "In brackets: what is added, in plain passes: noise and sampling at all nodes, growing the draft, and "
+        "keeping its candidates. A tree's growth is its difference to the chain."
+    )
     columns = ("nodes", "pass, nothing drafted", "with a Jacobi chain", "with a Jacobi tree")
     return [Section("What a Jacobi tree costs", "", Table(columns, rows), note)]

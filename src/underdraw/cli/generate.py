@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 Examples:
 
-underdraw generate "a fox, 3D render, on a sky blue background" -o fox.png --seed 5
+underdraw generate "a fox, 3D render, on a sky blue background" -o fox.png --seed 6
 
 underdraw generate "a fox, 3D render, on a sky blue background" -o fox.png --compare-image both.png --heatmap heat.png
 

@@ -51,9 +51,9 @@ def successor(codes: Tensor) -> Tensor:
 
 def make_grids(count: int, side: int, generator: torch.Generator) -> Tensor:
     """Random grids (B, side, side): a cell repeats the one above, or follows its left one after a texture code."""
-    grids = torch.randint(COLOURS, (count, side * side), generator=generator)  # the first cells stay random
-    for cell in range(side + 1, side * side):
-        left, above = grids[:, cell - 1], grids[:, cell - side - 1]
+    grids = torch.randint(COLOURS, (count, side * side), generator=generator)  # the first row stays random
+    for cell in range(side, side * side):
+        left, above = grids[:, cell - 1], grids[:, cell - side]
         code = torch.where(left < TEXTURE, successor(left), above)
         deviates = torch.rand(count, generator=generator) < DEVIATIONS
         grids[:, cell] = torch.where(deviates, grids[:, cell], code)
@@ -161,7 +161,7 @@ def set_norm(norm: Any, constant: float) -> None:
 
 @torch.no_grad()
 def look_above(layers: Any, distance: int, theta: float) -> None:
-    """Make the first head of the first layer copy the token `distance` back: above and to the left of the next cell."""
+    """Make the first head of the first layer copy the token `distance` back, which is above the next cell."""
     for layer in layers:
         set_norm(layer.input_layernorm, 1.0)
         set_norm(layer.post_attention_layernorm, 0.0)
@@ -215,7 +215,7 @@ def make_janus(sizes: Sizes, device: str = "cpu", dtype: torch.dtype = torch.flo
         last.weight.mul_(2.0)[0] = 0  # half of the scale is lost in the activation
         last.bias[0] = CONSTANT * width**0.5
     set_norm(inner.language_model.norm, 0.0)
-    look_above(inner.language_model.layers, side, 10000.0)
+    look_above(inner.language_model.layers, side - 1, 10000.0)
     prompt = (START, WORD, WORD + 1, IMAGE_START)
 
     def features(codes: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ def make_emu3(sizes: Sizes, device: str = "cpu", dtype: torch.dtype = torch.floa
         "guidance_scale": 3.0, "prefix_allowed_tokens_fn": allowed,
     }  # fmt: skip
     theta = config.text_config.rope_parameters["rope_theta"]
-    prepare_decoder(decoder, side + 1, theta)
+    prepare_decoder(decoder, side, theta)
     return GridModel(
         model, side, prompt, decoder.layers, features, model.lm_head, first,
         lambda: {"max_new_tokens": len(cells) + len(ends)}, options, {"image_size": (side, side)}, returns_prompt=True,
@@ -302,7 +302,7 @@ def make_chameleon(sizes: Sizes, device: str = "cpu", dtype: torch.dtype = torch
         states = model.model(input_ids=torch.cat([start, codes[:, :-1] + first], 1)).last_hidden_state
         return states[:, len(prompt) - 1 :]
 
-    prepare_decoder(model.model, side, 10000.0)
+    prepare_decoder(model.model, side - 1, 10000.0)
     return GridModel(
         model, side, prompt, model.model.layers, features, model.lm_head, first,
         lambda: {"max_new_tokens": side * side, "eos_token_id": None}, returns_prompt=True,

@@ -341,24 +341,20 @@ def tree_attention(
     }  # fmt: skip
     launch = _launch if tuning.tail is None or nodes > MAX_NODES else _launch_with_tail_kernel
     with torch.cuda.device_of(q):
-        launch(_Call(inputs, (part, top, total), out, strides, sizes, constants), tuning)
+        launch(inputs, (part, top, total), out, strides, sizes, constants, tuning)
     return out
 
 
-class _Call(NamedTuple):
-    """The arguments of the kernels."""
-
-    inputs: tuple[Tensor, ...]  # queries, keys, values, committed slots, depths, ancestors
-    sums: tuple[Tensor, Tensor, Tensor]  # weighted values, largest scores and weights of the splits and the tail
-    out: Tensor
-    strides: tuple[int, ...]
-    sizes: tuple[int, ...]  # capacity, images, count, nodes, queries
-    constants: dict[str, Any]
-
-
-def _launch(call: _Call, tuning: AttentionTuning) -> None:
+def _launch(
+    inputs: tuple[Tensor, ...],
+    sums: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    strides: tuple[int, ...],
+    sizes: tuple[int, ...],
+    constants: dict[str, Any],
+    tuning: AttentionTuning,
+) -> None:
     """Blocks and tails in one kernel, which joins them for few queries; for many queries a second one does."""
-    inputs, sums, out, strides, sizes, constants = call
     pairs, parts, queries, padded_width = sums[0].shape
     count, nodes, tiles = *sizes[2:4], triton.cdiv(queries, constants["M"])
     tail_width = max(padded_width // tuning.tail_parts, 16)
@@ -374,10 +370,17 @@ def _launch(call: _Call, tuning: AttentionTuning) -> None:
         _join[(pairs, triton.cdiv(queries, 4))](*sums, out, count, queries, **shape, PARTS=parts, M=4)
 
 
-def _launch_with_tail_kernel(call: _Call, tuning: AttentionTuning) -> None:
+def _launch_with_tail_kernel(
+    inputs: tuple[Tensor, ...],
+    sums: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    strides: tuple[int, ...],
+    sizes: tuple[int, ...],
+    constants: dict[str, Any],
+    tuning: AttentionTuning,
+) -> None:
     """Blocks and scores of tails in one kernel; a second one sums the tails and joins."""
     assert tuning.tail is not None
-    inputs, sums, out, strides, sizes, constants = call
     pairs, parts, queries, padded_width = sums[0].shape
     span = TAIL + _GROUP + sizes[3]  # slots of a tail, at most
     scores = torch.empty(pairs, span, queries, dtype=torch.float32, device=out.device)

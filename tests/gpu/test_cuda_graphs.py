@@ -8,6 +8,7 @@ from typing import Any
 
 import attention_cases
 import graph_checks
+import jacobi_kernel_cases
 import pytest
 import topk_cases
 import torch
@@ -163,6 +164,16 @@ def test_garbage_collection_does_not_break_a_capture() -> None:
         graph_checks.check_two_decodes(target, GraphCache(), "eagle", "chain:depth=3", seeds=(3,))
     finally:
         gc.set_threshold(*threshold)
+
+
+@pytest.mark.parametrize("case", [(4, 64, 8, 64), *jacobi_kernel_cases.GROWN])
+def test_kernel_grows_the_trees_of_torch(case: tuple[int, int, int, int]) -> None:
+    jacobi_kernel_cases.check_trunk_tree(case, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_moves_accepted_nodes_together(dtype: torch.dtype) -> None:
+    jacobi_kernel_cases.check_compact(dtype, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("rows", "columns", "k"), [(64, 16384, 1000), *topk_cases.CASES])

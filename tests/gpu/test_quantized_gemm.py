@@ -24,7 +24,7 @@ def test_products_are_right(weight_format: QuantizedFormat, dtype: torch.dtype) 
         quantized_gemm_cases.check_quantized_gemm(weight_format, rows, device, dtype, tolerance, multiply)
 
 
-@pytest.mark.parametrize("shape", [(1280, 1280), (512, 3584), (2048, 4096)], ids=str)
+@pytest.mark.parametrize("shape", [(1280, 1280), (512, 3584), (8192, 4096)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("weight_format", ["int8", "fp8", "int4"])
 def test_rows_have_the_same_bits_alone(

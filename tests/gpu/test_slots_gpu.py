@@ -30,6 +30,14 @@ def test_random_arrivals_equal_plain(name: str, policy: str, layout: str) -> Non
     assert any(captured is not None for runner in batch._captured.values() for captured in runner.passes.values())
 
 
+@pytest.mark.parametrize(("drafter", "policy"), slot_checks.MIXING)
+@pytest.mark.parametrize("layout", graph_checks.LAYOUTS)
+def test_sizes_share_passes(drafter: str, policy: str, layout: str) -> None:
+    target = toy_models.target(device="cuda")
+    parts = slot_checks.make_parts(target, drafter, policy, graphs=GraphCache(span_multiple=64))
+    slot_checks.check_sizes(parts, layout, random.Random(len(drafter)))
+
+
 def mixed_requests(pipe: Pipeline, count: int) -> list[Any]:
     texts = ("a fox, 3D render", "a ghost on a purple background", "a red apple")
     return [

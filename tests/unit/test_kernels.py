@@ -18,9 +18,8 @@ from attention_cases import CASES, check_attention
 
 for case in CASES:
     check_attention(case, kernel.tree_attention, torch.device("cpu"), torch.float32, 1e-5)
-for keys in (1, 16):
-    kernel.TAIL_KERNEL = kernel.TailTuning(16, 16, keys, 4)  # of more than 8 queries
-    check_attention(CASES[4], kernel.tree_attention, torch.device("cpu"), torch.float32, 1e-5)
+kernel.TAIL_KERNEL = kernel.TailTuning(32, 16, 32, 4)  # of more than 16 queries
+check_attention(CASES[2], kernel.tree_attention, torch.device("cpu"), torch.float32, 1e-5)
 """
 TOPK = """
 import torch
@@ -50,6 +49,14 @@ for weight_format in ("int8", "fp8", "int4"):
     for rows in (1, 19):
         check_quantized_gemm(weight_format, rows, torch.device("cpu"), torch.float32, 1e-5)
 """
+JACOBI = """
+import torch
+from jacobi_kernel_cases import GROWN, check_compact, check_trunk_tree
+
+check_compact(torch.float32, torch.device("cpu"))
+for case in GROWN:
+    check_trunk_tree(case, torch.device("cpu"))
+"""
 
 
 @pytest.mark.parametrize("case", attention_cases.CASES, ids=str)
@@ -64,8 +71,8 @@ def test_attention_bias_shows_committed_slots_and_ancestors(case: attention_case
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize(
     "program",
-    [ATTENTION, TOPK, FUSED_LAYER, QUANTIZED_GEMM],
-    ids=["attention", "topk", "fused-layer", "quantized-gemm"],
+    [ATTENTION, TOPK, FUSED_LAYER, QUANTIZED_GEMM, JACOBI],
+    ids=["attention", "topk", "fused-layer", "quantized-gemm", "jacobi"],
 )
 def test_kernels_match_torch(program: str) -> None:
     run_interpreted(program)

@@ -55,12 +55,11 @@ def block_sums(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def add_tail(out, weight, score, largest, values, cache, slot, end, column, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add the weights and weighted values of some slots of the tail, in the order of slots."""
+def add_tail(out, score, largest, values, cache, slot, end, column, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add the weighted values of some slots of the tail, in the order of slots; also returns the weights."""
     inside = (slot < end)[:, None] & (column < WIDTH)[None, :]
     value = tl.load(values + cache + slot[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     probs = tl.exp(score - base[:, None]).to(value.dtype).to(tl.float32)
     # Float32 products without tensor cores: one FMA after the other, in the order of slots.
-    out = tl.dot(probs, value.to(tl.float32), out, input_precision="ieee")
-    return out, weight + tl.sum(probs.to(tl.float64), 1)
+    return tl.dot(probs, value.to(tl.float32), out, input_precision="ieee"), probs

@@ -20,6 +20,8 @@ from torch import Tensor
 
 FEW_ROWS = 16  # up to here our kernel with gate and residual inside is faster than BLAS and separate kernels
 MAX_COUNTERS = 2**16  # tiles whose programs can be counted
+Tile = tuple[int, int, int, int, int]  # rows, outputs and inputs of a tile, warps and stages
+_LARGE = 2**22  # weights of a matrix for which more tiles are worth a measurement
 _MIN_SHARED_MEMORY = 99 * 1024  # bytes a block may use on any GPU with bfloat16
 
 
@@ -118,7 +120,7 @@ def gemm(
     *,
     gated: bool = False,
     residual: Tensor | None = None,
-    tile: tuple[int, int, int, int, int] | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """x (rows, in) @ weight (out, in)^T -> (rows, out).
 
@@ -166,8 +168,15 @@ def shared_memory(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _MIN_SHARED_MEMORY)
 
 
-def _tile(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Rows, outputs and inputs of a tile, warps and stages: the fastest of those timed on an H200."""
+def other_tiles(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tile, ...]:
+    """Tiles that may be faster than the default one: more programs, or more loads in flight."""
+    if rows <= 64 or dtype == torch.float32 or outputs * inputs < _LARGE:
+        return ()
+    return (128, 32, 128, 4, 4), (128, 64, 128, 8, 4)
+
+
+def _tile(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tile:
+    """The fastest tile of those timed on an H200."""
     if dtype == torch.float32:
         return (16, 32, 32, 4, 2) if rows <= FEW_ROWS else (64, 64, 32, 8, 2)
     if rows <= 16:

@@ -11,8 +11,8 @@ which keys share an instruction, so keys are divided by the *position* of the qu
 - The tail, the keys from the boundary up to the query itself, is summed by scalar FMAs in the order of slots, which is
   the order of positions along a path. Slots that are not ancestors have weight 0 and leave the sum as it is.
 
-A tree is at most MAX_GPU_DEPTH deep, so no node of it lies below a boundary. A second kernel joins the splits and the
-tail in a fixed order.
+A tree is at most MAX_GPU_DEPTH deep, so no node of it lies below a boundary. Splits and tail are joined in a fixed
+order: for few queries by the last program to finish, for many by a second kernel, which sums the tail as well.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def _tail_sums(  # type: ignore[no-untyped-def]
             scale, WIDTH, D, PRECISION,
         )  # fmt: skip
         largest = tl.max(score, 1)
-        out, weight = add_tail(out, weight, score, largest, values, cache, first + slots, end, column, WIDTH)
+        out, probs = add_tail(out, score, largest, values, cache, first + slots, end, column, WIDTH)
+        weight = tl.sum(probs.to(tl.float64), 1)
     else:
         for start in range(first, end, TAIL_KEYS):
             score = tail_scores(
@@ -66,7 +67,8 @@ def _tail_sums(  # type: ignore[no-untyped-def]
                 query, keys, ancestors, cache, slot, end, length, boundary, node, is_query, a_row, a_node, a_slot,
                 scale, WIDTH, D, PRECISION,
             )  # fmt: skip
-            out, weight = add_tail(out, weight, score, largest, values, cache, slot, end, column, WIDTH)
+            out, probs = add_tail(out, score, largest, values, cache, slot, end, column, WIDTH)
+            weight += tl.sum(probs.to(tl.float64), 1)
     return largest, weight.to(tl.float32), out
 
 
@@ -209,8 +211,7 @@ def _sums_and_scores(  # type: ignore[no-untyped-def]
 def _tail_and_join(  # type: ignore[no-untyped-def]
     scores, values, committed, depths, part, top, total, out, k_row, k_group, d_image, capacity, images, count, nodes,
     queries, span, GROUPS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr, TAIL_KEYS: tl.constexpr, UNROLL: tl.constexpr,
-    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr, TAIL_KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Sum the tail of M queries for some value columns from its scores, and add the splits to it."""
     pair = tl.program_id(0)
@@ -226,22 +227,14 @@ def _tail_and_join(  # type: ignore[no-untyped-def]
     cache = row.to(tl.int64) * k_row + group * k_group
     tail_top = tl.load(top + (pair * (SPLITS + 1) + SPLITS) * queries + m, mask=is_query, other=0.0)
     sums = tl.zeros([M, COLUMNS], tl.float32)
-    weight = tl.zeros([M], tl.float64)
-    if TAIL_KEYS == 1:
-        for slot in tl.range(first, end, loop_unroll_factor=UNROLL):
-            at = (pair.to(tl.int64) * span + slot - origin) * queries + m
-            score = tl.load(scores + at, mask=is_query, other=float("-inf"))
-            value = tl.load(values + cache + slot * WIDTH + column, mask=column < WIDTH, other=0.0)
-            probs = tl.exp(score - tail_top).to(value.dtype).to(tl.float32)
-            value = tl.broadcast_to(value.to(tl.float32)[None, :], [M, COLUMNS])
-            sums = tl.fma(tl.broadcast_to(probs[:, None], [M, COLUMNS]), value, sums)
-            weight += probs.to(tl.float64)
-    else:
-        for start in range(first, end, TAIL_KEYS):
-            slot = start + tl.arange(0, TAIL_KEYS)
-            at = (pair.to(tl.int64) * span + slot - origin)[None, :] * queries + m[:, None]
-            score = tl.load(scores + at, mask=is_query[:, None] & (slot < end)[None, :], other=float("-inf"))
-            sums, weight = add_tail(sums, weight, score, tail_top, values, cache, slot, end, column, WIDTH)
+    weights = tl.zeros([M, TAIL_KEYS], tl.float64)  # reduced after the loop, which is shorter without barriers
+    for start in range(first, end, TAIL_KEYS):
+        slot = start + tl.arange(0, TAIL_KEYS)
+        at = (pair.to(tl.int64) * span + slot - origin)[None, :] * queries + m[:, None]
+        score = tl.load(scores + at, mask=is_query[:, None] & (slot < end)[None, :], other=float("-inf"))
+        sums, probs = add_tail(sums, score, tail_top, values, cache, slot, end, column, WIDTH)
+        weights += probs.to(tl.float64)
+    weight = tl.sum(weights, 1)
     largest = tail_top
     for split in range(SPLITS):
         index = (pair * (SPLITS + 1) + split) * queries + m
@@ -280,12 +273,11 @@ class TailTuning(NamedTuple):
 
     queries: int  # of a program
     columns: int  # value columns of a program
-    keys: int  # slots that are read at once; 1: one after the other
+    keys: int  # slots that are read at once
     warps: int
-    unroll: int = 8  # slots of a loop iteration that reads one after the other
 
 
-TAIL_KERNEL: TailTuning | None = None  # for more than 8 queries; None: tails are summed by the kernel of the blocks
+TAIL_KERNEL = TailTuning(16, 64, 16, 4)  # for more queries than _MIN_TILE; for fewer one kernel is faster
 
 
 def splits_of(groups: int, width: int) -> int:
@@ -296,11 +288,11 @@ def splits_of(groups: int, width: int) -> int:
 def default_tuning(groups: int, width: int, queries: int, dtype: torch.dtype) -> AttentionTuning:
     """The fastest division of those timed on an H200."""
     splits = splits_of(groups, width)
-    tail = TAIL_KERNEL if queries > 8 else None
     if queries > _MIN_TILE or dtype == torch.float32:
+        tail = TAIL_KERNEL if queries > _MIN_TILE else None
         return AttentionTuning(splits, 4, 32, _MIN_TILE, False, 4, 2, tail)
     if queries > 8:
-        return AttentionTuning(splits, 4, 128, _MIN_TILE, False, 4, 3, tail)
+        return AttentionTuning(splits, 4, 128, _MIN_TILE, False, 4, 3)
     return AttentionTuning(splits, 2 if queries <= 2 else 4, 128, 1, queries <= 2, 4, 3)
 
 
@@ -341,20 +333,24 @@ def tree_attention(
     }  # fmt: skip
     launch = _launch if tuning.tail is None or nodes > MAX_NODES else _launch_with_tail_kernel
     with torch.cuda.device_of(q):
-        launch(inputs, (part, top, total), out, strides, sizes, constants, tuning)
+        launch(_Call(inputs, (part, top, total), out, strides, sizes, constants), tuning)
     return out
 
 
-def _launch(
-    inputs: tuple[Tensor, ...],
-    sums: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    strides: tuple[int, ...],
-    sizes: tuple[int, ...],
-    constants: dict[str, Any],
-    tuning: AttentionTuning,
-) -> None:
+class _Call(NamedTuple):
+    """The arguments of the kernels."""
+
+    inputs: tuple[Tensor, ...]  # queries, keys, values, committed slots, depths, ancestors
+    sums: tuple[Tensor, Tensor, Tensor]  # weighted values, largest scores and weights of the splits and the tail
+    out: Tensor
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]  # capacity, images, count, nodes, queries
+    constants: dict[str, Any]
+
+
+def _launch(call: _Call, tuning: AttentionTuning) -> None:
     """Blocks and tails in one kernel, which joins them for few queries; for many queries a second one does."""
+    inputs, sums, out, strides, sizes, constants = call
     pairs, parts, queries, padded_width = sums[0].shape
     count, nodes, tiles = *sizes[2:4], triton.cdiv(queries, constants["M"])
     tail_width = max(padded_width // tuning.tail_parts, 16)
@@ -370,17 +366,10 @@ def _launch(
         _join[(pairs, triton.cdiv(queries, 4))](*sums, out, count, queries, **shape, PARTS=parts, M=4)
 
 
-def _launch_with_tail_kernel(
-    inputs: tuple[Tensor, ...],
-    sums: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    strides: tuple[int, ...],
-    sizes: tuple[int, ...],
-    constants: dict[str, Any],
-    tuning: AttentionTuning,
-) -> None:
+def _launch_with_tail_kernel(call: _Call, tuning: AttentionTuning) -> None:
     """Blocks and scores of tails in one kernel; a second one sums the tails and joins."""
     assert tuning.tail is not None
+    inputs, sums, out, strides, sizes, constants = call
     pairs, parts, queries, padded_width = sums[0].shape
     span = TAIL + _GROUP + sizes[3]  # slots of a tail, at most
     scores = torch.empty(pairs, span, queries, dtype=torch.float32, device=out.device)
@@ -391,6 +380,5 @@ def _launch_with_tail_kernel(
     names = ("GROUPS", "SHARE", "WIDTH", "D", "GROUP", "TAIL", "SPLITS")
     _tail_and_join[(pairs, triton.cdiv(queries, rows), padded_width // columns)](
         scores, *inputs[2:5], *sums, out, *strides[3:6], *sizes, span, **{name: constants[name] for name in names},
-        M=rows, COLUMNS=columns, TAIL_KEYS=tuning.tail.keys, UNROLL=tuning.tail.unroll, num_warps=tuning.tail.warps,
-        num_stages=3,
+        M=rows, COLUMNS=columns, TAIL_KEYS=tuning.tail.keys, num_warps=tuning.tail.warps, num_stages=3,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from underdraw.constants import arange_cached
 from underdraw.errors import CapacityError
-from underdraw.nn.attention import allocate_cache
+from underdraw.nn.attention import allocate_cache, triton_available
 from underdraw.nn.transformer import Arch
 
 _SLOT_MULTIPLE = 64  # the capacity and the slots that an eager pass reads are multiples of this
@@ -86,7 +86,11 @@ class KVCache:
     def compact(self, path: Tensor, counts: Tensor, host_counts: Sequence[int]) -> None:
         """Move the nodes of `path` (R, D), which starts at node 0, together; commit the first `counts` (R,) of them."""
         depth = path.shape[1]
-        if depth > 1:
+        if depth > 1 and triton_available(path.device):
+            from underdraw.kernels.compact import compact
+
+            compact(self.keys, self.values, path, counts, self.length)
+        elif depth > 1:
             source = self.length[:, None] + path  # (R, D)
             target = (self.length[:, None] + arange_cached(depth, path.device)).clamp(max=self.capacity - 1)
             row = arange_cached(path.shape[0], path.device)[:, None]

@@ -95,11 +95,12 @@ class RopeTable:
         self.table = self.table.copy_(cos_sin) if len(self.table) else cos_sin
 
     def copy_rows(self, source: RopeTable, source_rows: Sequence[int], rows: Sequence[int]) -> None:
-        """Overwrite `offset` and table of `rows` by those of `source_rows` of another table of the same layout."""
+        """Overwrite `offset` and table of `rows` by those of `source_rows` of another table of any number of steps."""
         index, source_index = (torch.tensor(list(part), device=self.offset.device) for part in (rows, source_rows))
         self.offset[index] = source.offset[source_index]
-        size = (-1, self.layout.steps)
-        self.table.unflatten(0, size)[index] = source.table.unflatten(0, size)[source_index]
+        table, source_table = (part.table.unflatten(0, (-1, part.layout.steps)) for part in (self, source))
+        count = min(table.shape[1], source_table.shape[1])
+        table[index, :count] = source_table[source_index, :count]
 
     def __call__(self, steps: Tensor) -> Tensor:
         """cos_sin (R, N, 2, D) at steps (B, N), clamped to the last step; rows are copies of B images."""

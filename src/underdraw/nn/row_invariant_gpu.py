@@ -1,29 +1,35 @@
 """Layer functions for a GPU whose rows have the same bits however many rows a pass has. Importing it needs Triton.
 
 A GEMM sums over K in one fixed order: by our own kernel, or by a BLAS kernel that does not split K, which adds in the
-same order. Whether it does is checked for every shape that occurs, and the faster of the two is used. Norms, gates,
-RoPE and the cache write work on one row at a time; attention is `kernels.tree_attention`.
+same order. Whether it does is checked for every shape that occurs, and the fastest of BLAS and some tiles of our kernel
+is used. Norms, gates, RoPE and the cache write work on one row at a time; attention is `kernels.tree_attention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from underdraw.kernels.gemm import FEW_ROWS, add_rms_norm, gemm, rms_norm, silu_gate
+from underdraw.kernels.gemm import FEW_ROWS, Tile, add_rms_norm, gemm, other_tiles, rms_norm, silu_gate
 from underdraw.kernels.quantized_gemm import quantized_gemm
 from underdraw.nn.fused_layers import with_cache_kernel
 from underdraw.nn.layer_functions import LayerFunctions
+from underdraw.nn.memory import free_bytes
 from underdraw.nn.quantized_weight import QuantizedWeight, group_size, plane_width
 from underdraw.nn.row_invariant import Linear
 from underdraw.nn.transformer import DecoderLayer, RMSNorm, Transformer
 
 _REPEATS = 10  # timed calls when a GEMM is chosen
-_blas_is_used: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
+_COPIES_BYTES = (
+    2**27
+)  # of a weight that these calls read in turn: more than the L2 cache of a GPU, which no pass finds warm
+Kernel = Literal["blas"] | Tile | None  # None: our kernel with its default tile
+_kernels: dict[tuple[int, int, int, torch.dtype, torch.device], Kernel] = {}
 
 
 @contextmanager
@@ -51,8 +57,7 @@ def linear(x: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, QuantizedWeight):
         return _fused(rows, weight).view(*x.shape[:-1], -1)
-    out = _blas(rows, weight) if _uses_blas(rows, weight) else gemm(rows, weight)
-    return out.view(*x.shape[:-1], -1)
+    return _multiply(rows, weight, _choose_kernel(rows, weight)).view(*x.shape[:-1], -1)
 
 
 def _fused(
@@ -74,36 +79,44 @@ def _blas(rows: Tensor, weight: Tensor) -> Tensor:
         return F.linear(rows, weight)
 
 
-def _uses_blas(rows: Tensor, weight: Tensor) -> bool:
-    """True if BLAS gives our kernel's bits for this shape and is faster; measured at the first eager pass."""
+def _multiply(rows: Tensor, weight: Tensor, kernel: Kernel) -> Tensor:
+    return _blas(rows, weight) if kernel == "blas" else gemm(rows, weight, tile=kernel)
+
+
+def _choose_kernel(rows: Tensor, weight: Tensor) -> Kernel:
+    """The fastest kernel with our kernel's bits for this shape; measured at the first eager pass."""
     if not rows.is_cuda or (len(rows) <= FEW_ROWS and rows.dtype != torch.float32):
-        return False
+        return None
     key = (len(rows), *weight.shape, rows.dtype, rows.device)
-    if key not in _blas_is_used:
+    if key not in _kernels:
         if torch.cuda.is_current_stream_capturing():
-            return False
-        _blas_is_used[key] = _measure(rows, weight)
-    return _blas_is_used[key]
+            return None
+        _kernels[key] = _measure(rows, weight)
+    return _kernels[key]
 
 
-def _measure(rows: Tensor, weight: Tensor) -> bool:
+def _measure(rows: Tensor, weight: Tensor) -> Kernel:
     """Compare the bits on random inputs, then the times."""
     generator = torch.Generator(device=rows.device).manual_seed(0)
     x = torch.randn(rows.shape, generator=generator, device=rows.device, dtype=torch.float32).to(rows.dtype)
-    if not torch.equal(_blas(x, weight), gemm(x, weight)):
-        return False
-    return _milliseconds(lambda: _blas(x, weight)) < _milliseconds(lambda: gemm(x, weight))
+    expected = gemm(x, weight)
+    outputs, inputs = weight.shape
+    candidates: list[Kernel] = [None, "blas", *other_tiles(len(rows), outputs, inputs, rows.dtype)]
+    equal = [kernel for kernel in candidates if torch.equal(_multiply(x, weight, kernel), expected)]
+    count = min(_COPIES_BYTES // (weight.numel() * weight.element_size()), _REPEATS)
+    has_memory = (free_bytes(rows.device) or 0) > 8 * _COPIES_BYTES
+    weights = [weight, *(weight.clone() for _ in range(count - 1 if has_memory else 0))]
+    return min(equal, key=lambda kernel: _milliseconds(x, weights, kernel)) if len(equal) > 1 else None
 
 
-def _milliseconds(work: Callable[[], Tensor]) -> float:
-    """Time of `_REPEATS` calls on the device, launched from a CUDA graph so that the host does not count."""
-    work()
+def _milliseconds(x: Tensor, weights: Sequence[Tensor], kernel: Kernel) -> float:
+    """Time of `_REPEATS` products on the device, launched from a CUDA graph so that the host does not count."""
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(_REPEATS):
-            work()
+        for index in range(_REPEATS):
+            _multiply(x, weights[index % len(weights)], kernel)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     start.record()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import graph_checks
 import toy_models
 
 from underdraw.engine.cuda_graphs import GraphCache
-from underdraw.engine.slot_batch import BatchImage, BatchKey, BatchParts, SlotBatch
+from underdraw.engine.slot_batch import BatchImage, BatchParts, SlotBatch
+from underdraw.engine.slot_layout import SlotLayout
 from underdraw.engine.slot_sampler import SamplingParams
 from underdraw.history import History
 from underdraw.layout import Layout
@@ -17,6 +20,14 @@ from underdraw.nn.target import DecoderTarget
 from underdraw.protocols import Prompt
 from underdraw.registry import policies
 from underdraw.verifiers.exact import Exact
+
+# Drafters that can mix sizes, with their policies.
+MIXING = [
+    ("jacobi-tree", "chain:depth=7"),
+    ("jacobi", "chain:depth=4"),
+    ("jacobi-tree", "trunk:nodes=24"),
+    ("forced", "none"),
+]
 
 
 def make_parts(
@@ -65,12 +76,12 @@ def plain_tokens(target: DecoderTarget, image: BatchImage) -> list[int]:
 
 
 def open_batch(parts: BatchParts, layout: Layout, *, guided: bool, greedy: bool = False, slots: int = 4) -> SlotBatch:
-    return SlotBatch(parts, BatchKey(layout, guided, greedy), slots)
+    return SlotBatch(parts, parts.key(layout, is_guided=guided, is_greedy=greedy), slots)
 
 
 def check_arrivals(
     parts: BatchParts,
-    layout: Layout,
+    layout: Layout | Sequence[Layout],
     choose: random.Random,
     *,
     guided: bool,
@@ -79,14 +90,19 @@ def check_arrivals(
     slots: int = 3,
     batch: SlotBatch | None = None,
 ) -> SlotBatch:
-    """Random images arrive at random times, some are cancelled; the others have the tokens of plain decoding."""
-    batch = batch or open_batch(parts, layout, guided=guided, greedy=greedy, slots=slots)
-    waiting = [make_image(layout, choose, guided=guided, greedy=greedy) for _ in range(images)]
+    """Random images arrive at random times, some are cancelled; the others have the tokens of plain decoding.
+
+    With many layouts, each image has one of them, and images of one size are admitted together.
+    """
+    layouts = [layout] if isinstance(layout, Layout) else list(layout)
+    batch = batch or open_batch(parts, layouts[0], guided=guided, greedy=greedy, slots=slots)
+    waiting = [make_image(choose.choice(layouts), choose, guided=guided, greedy=greedy) for _ in range(images)]
     everything, cancelled = list(waiting), []
-    for _ in range(100 * layout.steps):
+    for _ in range(100 * max(size.steps for size in layouts)):
         arriving = min(choose.choice((0, 0, 1, 2)), batch.free, len(waiting))
         if arriving or (not batch.running and waiting):
             count = max(arriving, 1)
+            count = next((i for i in range(count) if waiting[i].history.layout != waiting[0].history.layout), count)
             assert batch.admit(waiting[:count]) == count
             waiting = waiting[count:]
         if choose.random() < 0.03 and batch.running > 1:
@@ -104,3 +120,16 @@ def check_arrivals(
         assert tokens == expected, image
     assert len(cancelled) < images
     return batch
+
+
+def check_sizes(parts: BatchParts, layout: str, choose: random.Random) -> None:
+    """Images of several sizes arrive in one batch: larger and smaller, narrower and wider ones.
+
+    The prologue may name the size.
+    """
+    first = graph_checks.LAYOUTS[layout]
+    others = [replace(first, height=height, width=width) for height, width in ((3, 9), (8, 3), (6, 5))]
+    sizes = [first, *(replace(size, prologue=first.prologue[::-1]) for size in others)]
+    batch = check_arrivals(parts, sizes, choose, guided=True, images=8, slots=4)
+    assert batch._runner is not None and isinstance(batch._runner.sampler.layout, SlotLayout)
+    assert len({parts.key(size, is_guided=True, is_greedy=False) for size in sizes}) == 1

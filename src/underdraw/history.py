@@ -76,6 +76,7 @@ class History:
     entropy: NDArray[np.float32] = field(init=False)  # token statistics; NaN where they were not recorded
     top1: NDArray[np.float32] = field(init=False)
     stop: int = field(init=False)  # of the layout; read in every pass
+    memo: dict[str, Any] = field(init=False, repr=False, default_factory=dict)  # what policies keep between passes
 
     def __post_init__(self) -> None:
         steps, self.stop = self.layout.steps, self.layout.stop

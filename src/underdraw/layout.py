@@ -71,6 +71,25 @@ class Layout:
         return self.grid_start + self.row_stride * self.height + len(self.epilogue)
 
     @property
+    def stops(self) -> Any:
+        """`stop`, for arithmetic with tensors of images: where their sizes differ, one number for each."""
+        return self.stop
+
+    def host_stops(self, images: int) -> list[int]:
+        """`stop` of each of so many images."""
+        return [self.stop] * images
+
+    @property
+    def strides(self) -> Any:
+        """`row_stride`, in the same way."""
+        return self.row_stride
+
+    @property
+    def max_stride(self) -> int:
+        """The largest `row_stride` of all images."""
+        return self.row_stride
+
+    @property
     def cells(self) -> int:
         return self.height * self.width
 
@@ -93,22 +112,25 @@ class Layout:
 
     def is_row_end(self, steps: Any) -> Any:
         """True where the token of a raster step is the row end. Elementwise."""
-        return (steps - self.grid_start) % self.row_stride >= self.width
+        start, _, width, stride = self._grid_of(steps)
+        return (steps - start) % stride >= width
 
     def rows_cols(self, steps: Any) -> tuple[Any, Any]:
         """Row and column of raster steps, elementwise; a row end is in column `width`, and a preview counts alone."""
-        start, _, stride = self._grid_of(steps)
+        start, _, _, stride = self._grid_of(steps)
         return (steps - start) // stride, (steps - start) % stride
 
-    def _grid_of(self, steps: Any) -> tuple[Any, Any, Any]:
-        """First step, height and row stride of the grid that each step belongs to, elementwise."""
+    def _grid_of(self, steps: Any) -> tuple[Any, Any, Any, Any]:
+        """First step, height, width and row stride of the grid that each step belongs to, elementwise."""
         if self.preview is None:
-            return self.start, self.height, self.row_stride
+            return self.start, self.height, self.width, self.row_stride
         is_preview, (height, width) = steps < self.grid_start, self.preview
+        columns = self.width + is_preview * (width - self.width)
         return (
             self.grid_start + is_preview * (self.start - self.grid_start),
             self.height + is_preview * (height - self.height),
-            self.width + is_preview * (width - self.width),
+            columns,
+            columns,
         )
 
     def grid_origin(self, steps: Any) -> Any:
@@ -135,8 +157,7 @@ class Layout:
 
     def neighbour(self, steps: Any, rows: int, cols: int) -> tuple[Any, Any]:
         """Step of the cell `rows` below and `cols` right of each step, and whether the grid has it. Elementwise."""
-        start, height, stride = self._grid_of(steps)
-        width = self.width if self.preview is None else stride
+        start, height, width, stride = self._grid_of(steps)
         row, col = (steps - start) // stride + rows, (steps - start) % stride + cols
         inside = (row >= 0) & (row < height) & (col >= 0) & (col < width)
         return start + row * stride + col, inside

@@ -49,7 +49,7 @@ class DraftTree:
         missing = size - self.size
         if missing <= 0:
             return self
-        diagonal = torch.eye(size, dtype=torch.bool, device=self.tokens.device)
+        diagonal = _identity(size, self.tokens.device)
         return DraftTree(
             functional.pad(self.tokens, (0, missing)),
             functional.pad(self.parents, (0, missing)),
@@ -133,18 +133,26 @@ def root_only(root: Tensor) -> DraftTree:
 def chain(tokens: Tensor, lengths: Tensor | None = None) -> DraftTree:
     """Trees without branches: tokens (B, N) of the root and what follows, of which `lengths` (B,) are drafted."""
     batch, size = tokens.shape
-    index = torch.arange(size, device=tokens.device)
+    index, parents, ancestors, ranks = _chain_shape(size, tokens.device)
     depths = index.expand(batch, size)
     if lengths is not None:
         depths = torch.where(depths > lengths[:, None], -1, depths)
-    return DraftTree(
-        tokens,
-        (index - 1).expand(batch, size),
-        depths,
-        (index[:, None] >= index).expand(batch, size, size),
-        torch.zeros_like(tokens),
-        branch=1,
-    )
+    parents, ranks = parents.expand(batch, size), ranks.expand(batch, size)
+    return DraftTree(tokens, parents, depths, ancestors.expand(batch, size, size), ranks, branch=1)
+
+
+@functools.cache  # kept forever: CUDA graphs read these tensors
+def _identity(size: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.eye(size, dtype=torch.bool, device=device)
+
+
+@functools.cache  # kept forever: CUDA graphs read these tensors
+def _chain_shape(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Depths (N,), parents (N,), ancestors (N, N) and ranks (N,) of a chain."""
+    with torch.inference_mode(False):
+        index = torch.arange(size, device=device)
+        return index, index - 1, index[:, None] >= index, torch.zeros_like(index)
 
 
 def ancestor_mask(parents: Tensor, depth: int) -> Tensor:

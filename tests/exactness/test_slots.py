@@ -76,6 +76,24 @@ def test_greedy_images(captured: bool, make_cache: Callable[[], GraphCache]) -> 
     slot_checks.check_arrivals(parts, toy_models.PLAIN, random.Random(1), guided=True, greedy=True)
 
 
+def mixed_cases() -> list[Any]:
+    """Drafter, policy, layout and capture; each of the first once, the others with `-m full`."""
+    return [
+        pytest.param(*pair, layout, captured, marks=[] if i // 2 == j and captured == (i > 0) else pytest.mark.full)
+        for i, pair in enumerate(slot_checks.MIXING)
+        for j, layout in enumerate(graph_checks.LAYOUTS)
+        for captured in (False, True)
+    ]
+
+
+@pytest.mark.parametrize(("drafter", "policy", "layout", "captured"), mixed_cases())
+def test_sizes_share_passes(
+    drafter: str, policy: str, layout: str, captured: bool, make_cache: Callable[[], GraphCache]
+) -> None:
+    parts = slot_checks.make_parts(toy_models.target(), drafter, policy, graphs=make_cache() if captured else None)
+    slot_checks.check_sizes(parts, layout, random.Random(len(drafter + policy + layout)))
+
+
 def test_captured_passes_stay_captured(make_cache: Callable[[], GraphCache]) -> None:
     """Later images replay the passes of earlier ones, in the same memory, whatever their settings are."""
     cache = make_cache()

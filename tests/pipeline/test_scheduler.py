@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import checkpoint_writers
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from underdraw import Pipeline
 from underdraw.distributed.planned_images import WorkerOptions
 from underdraw.distributed.worker import ImageWorker
 from underdraw.engine import autotune
+from underdraw.engine import scheduler as scheduler_module
 from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 from underdraw.engine.scheduler import ScheduledImage, Scheduler
 from underdraw.engine.window_costs import WindowCosts
@@ -232,19 +234,55 @@ def test_plain_decoding_shares_captured_passes(pipe: Pipeline) -> None:
 
 
 def test_images_of_several_sizes(pipe: Pipeline) -> None:
-    """Each size has a batch of its own; all of them run in every step."""
+    """All sizes run in every step: in one batch, or, under proposals that cannot mix them, in a batch of their own."""
     square, wide = ImageSize(12, 12), ImageSize(8, 12)
     codes = pipe.model.make_layout(square).codes
     object.__setattr__(pipe.model, "sizes", (square, wide))
     object.__setattr__(pipe.model, "make_layout", lambda size: Layout(size.height // 2, size.width // 2, codes))
     requests = [pipe.request("red fox", seed=seed, height=height) for seed, height in enumerate((12, 8, 12, 8))]
-    scheduler = Scheduler(pipe, slots=3)
-    images = [scheduler.add(request)[0] for request in requests]
-    assert {image.history.layout.height for image, _ in scheduler.step().results} == {6, 4}
-    drain(scheduler)
+    for drafter, batches in (("jacobi-tree", 1), ("drafter", 2)):
+        pipe.drafter = drafter
+        scheduler = Scheduler(pipe, slots=3)
+        images = [scheduler.add(request)[0] for request in requests]
+        assert {image.history.layout.height for image, _ in scheduler.step().results} == {6, 4}
+        assert len(scheduler._batches) == batches
+        drain(scheduler)
     for image, request in zip(images, requests, strict=True):
         assert image.history.tokens.tolist() == tokens_alone(pipe, request)[0]
         assert pipe.decode_images([image.history])[0].size == (12, request.size.height)
+
+
+def test_sizes_that_the_prompt_names_share_passes(tmp_path: Path) -> None:
+    """Lumina-mGPT: size tokens before the image, row ends, and many sizes."""
+    folder = tmp_path / "lumina" / "Lumina-mGPT-tiny-128"
+    checkpoint_writers.write_lumina(folder)
+    pipe = Pipeline.from_pretrained(folder, drafter="jacobi-tree", tree="chain:depth=5")
+    sides = ((160, 64), (64, 160), (128, 96))
+    requests = [pipe.request("fox", seed=seed, height=h, width=w) for seed, (h, w) in enumerate(sides)]
+    scheduler = Scheduler(pipe, slots=3)
+    images = [scheduler.add(request)[0] for request in requests]
+    assert len(scheduler.step().results) == 3 and len(scheduler._batches) == 1
+    drain(scheduler)
+    for image, request in zip(images, requests, strict=True):
+        assert image.history.tokens.tolist() == tokens_alone(pipe, request)[0]
+
+
+def test_newcomers_wait_for_each_other_but_not_for_long(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many slots, one free slot is filled together with the next one, or after a few passes."""
+    monkeypatch.setattr(scheduler_module, "_SLOTS_PER_NEWCOMER", 2)
+    monkeypatch.setattr(scheduler_module, "_PATIENCE", 3)
+    pipe.tree = "none"
+    scheduler = Scheduler(pipe, slots=4)
+    first = scheduler.add(pipe.request("fox", seed=1, num_images_per_prompt=4))
+    scheduler.step()
+    later = scheduler.add(pipe.request("fox", seed=5, num_images_per_prompt=2))
+    scheduler.cancel(first[:1])
+    counts = [len(scheduler.step().results) for _ in range(5)]
+    assert counts == [3, 3, 3, 4, 4], "one newcomer after three passes"
+    scheduler.cancel(first[1:3])
+    assert len(scheduler.step().results) == 3 and later[1].status == "running", "the last one need not wait"
+    drain(scheduler)
+    assert later[1].history.tokens.tolist() == tokens_alone(pipe, pipe.request("fox", seed=6))[0]
 
 
 def test_a_policy_that_raises_fails_its_image_alone(pipe: Pipeline) -> None:

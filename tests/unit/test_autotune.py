@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from underdraw.engine.autotune import (
     load_or_measure_windows,
     measure,
     measure_again,
+    measured_batches,
     read_costs,
     read_windows,
     resolve_tree,
@@ -34,6 +36,7 @@ from underdraw.engine.window_costs import (
     GPU_SIZES,
     TREE_SIZES,
     WindowCosts,
+    captured_sizes,
     fastest,
     interpolate,
     measure_windows,
@@ -157,10 +160,10 @@ def test_busy_machine_is_noticed_and_costs_are_measured_again(tmp_path: Path) ->
     def linear(nodes: int) -> float:
         return 10 + nodes
 
-    quiet = measure_windows(FakeRun(linear), has_trees=True, batch=1, is_captured=False)
+    quiet = measure_windows(FakeRun(linear), has_trees=True, batch=2, is_captured=False)
     assert not quiet.is_busy and quiet.attempts == 1 and quiet.chain[-1] == (64, 74.0)
     busy = FakeRun(linear, slowdown=lambda index: random.Random(index).choice((1, 3, 5)))
-    costs = measure_windows(busy, has_trees=True, batch=1, is_captured=False)
+    costs = measure_windows(busy, has_trees=True, batch=2, is_captured=False)
     assert costs.is_busy and costs.attempts == 2 and not costs.is_final
     assert fastest(costs, quiet).chain == quiet.chain and not fastest(costs, quiet).is_busy
 
@@ -170,6 +173,19 @@ def test_busy_machine_is_noticed_and_costs_are_measured_again(tmp_path: Path) ->
     assert again.attempts > costs.attempts and again.chain[0][1] < costs.chain[0][1], "measured again"
     file.write_text(json.dumps({workload.name: asdict(replace(quiet, chain=((1, 3.0), (8, 4.0))))}))
     assert load_or_measure_windows(workload, file).chain == ((1, 3.0), (8, 4.0)), "costs of a quiet machine are kept"
+
+
+def test_costs_of_drafted_passes_contain_the_time_of_choosing_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose_slowly(self: Budget, history: History, step: int) -> TreePlan:
+        time.sleep(0.002)
+        return TreePlan(1, 1, 1, 2)
+
+    monkeypatch.setattr(Budget, "plan", choose_slowly)
+    costs = measure_windows(FakeRun(lambda nodes: 1.0), has_trees=True, batch=1, is_captured=False)
+    assert costs.chain[0] == (1, pytest.approx(1.0, abs=0.2)), "plain decoding chooses nothing"
+    assert all(ms >= 3 for _, ms in (*costs.chain[1:], *costs.tree))
+    batch = measure_windows(FakeRun(lambda nodes: 1.0), has_trees=True, batch=4, is_captured=False)
+    assert batch.chain[-1][1] < 2, "a batch has one size for all its passes"
 
 
 def test_chains_deeper_than_a_gpu_verifies_are_left_out_soon() -> None:
@@ -202,6 +218,24 @@ def test_windows_shrink_as_batches_grow() -> None:
 
 def nodes_of_policy(policy: Any) -> int:
     return policy.plan(History(Layout(24, 24, range(8))), 0).nodes
+
+
+def test_captured_batches_are_measured_at_few_sizes_with_small_windows() -> None:
+    images = (1, 3, 8, 16, 40, 64, 256)
+    captured = [measured_batches(count, Jacobi(), is_captured=True) for count in images]
+    assert captured == [(1,), (3,), (4,), (16, 4), (16, 4), (64, 16, 4), (64, 16, 4)]
+    assert measured_batches(64, Jacobi(), is_captured=False) == (1,), "nodes of a CPU cost the same in any image"
+    assert measured_batches(64, make_workload(captured=True).drafter, is_captured=True) == (4,)
+    assert captured_sizes(1) == GPU_SIZES and captured_sizes(4) == (1, 2, 4, 8, 16, 32, 64, 128)
+    assert captured_sizes(64) == (1, 2, 4, 8, 16, 32), "no passes that are too large to pay"
+
+
+def test_many_images_draft_few_tokens_where_caches_take_long_to_read() -> None:
+    """7B on an H200: 64 images take 5.7 ms longer than 64 nodes of one image, with one node each or with more."""
+    measured = WindowCosts(((1, 11.5), (2, 13.8), (4, 18.4), (8, 28.0)), batch=64)
+    assert measured.policy(row=32) == Chain(3)
+    scaled = WindowCosts(((1, 4.3), (64, 5.7), (128, 8.1)), batch=1).for_batch(64)
+    assert scaled.chain[0][1] < measured.chain[0][1], "nodes alone say nothing about the caches of many images"
 
 
 def test_costs_choose_between_plain_chain_and_tree() -> None:

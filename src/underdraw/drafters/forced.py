@@ -18,6 +18,7 @@ class Forced:
     """No weights and no guesses."""
 
     proposes: ClassVar[Literal["chain"]] = "chain"
+    mixes_sizes: ClassVar[bool] = True
 
     def open(
         self, prompts: Sequence[Prompt], layout: Layout, prefill: PrefillOutput, *, guidance: Guidance

@@ -35,6 +35,7 @@ class Jacobi:
     """
 
     proposes: ClassVar[Literal["chain"]] = "chain"
+    mixes_sizes: ClassVar[bool] = True
 
     window: int = 32
     init: Init = "above"
@@ -71,7 +72,9 @@ class JacobiSession(CapturableDraft):
         return True
 
     def copy_slots(self, source: JacobiSession, source_slots: Sequence[int], slots: Sequence[int]) -> None:
-        self.guesses[list(slots)] = source.guesses[list(source_slots)]
+        count = min(self.guesses.shape[1], source.guesses.shape[1])  # they may be of another size
+        self.guesses[list(slots)] = -1
+        self.guesses[list(slots), :count] = source.guesses[list(source_slots), :count]
         if self.sampled_from is None and source.sampled_from is not None:
             self.sampled_from = GuessDistributions.empty_like(
                 source.sampled_from.probs[:1].expand(len(self.guesses), -1, -1)

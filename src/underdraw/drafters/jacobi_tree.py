@@ -31,6 +31,7 @@ from underdraw.tree import DraftTree, ancestor_mask, chain, root_only
 
 _LARGE = 1e30  # stands for infinite logits; sums of a few stay finite
 _IMPOSSIBLE = 1e20  # a gap that only infinite logits leave
+_ROWS_UP = 3  # rows of the picture above a step that are searched for its first candidate, where sizes differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class JacobiTree:
     """
 
     proposes: ClassVar[Literal["trunk"]] = "trunk"
+    mixes_sizes: ClassVar[bool] = True
 
     ranks: int = MAX_RANKS
 
@@ -76,7 +78,7 @@ class JacobiTreeSession(CapturableDraft):
     def __init__(self, ranks: int, layout: Layout, batch: int, device: torch.device) -> None:
         self.ranks, self.layout = ranks, layout
         # Trees, and the rows of the picture that they end in, may reach past the last step.
-        self._room = room = 2 * layout.row_stride + layout.steps + MAX_NODES
+        self._room = room = 2 * layout.max_stride + layout.steps + MAX_NODES
         count = batch * room
         # Best first, -1 where there is no candidate; the first one of a committed step is its token. The last column
         # is the number of passes for which the first one has stayed the same, 0 if the step was never verified.
@@ -85,8 +87,8 @@ class JacobiTreeSession(CapturableDraft):
         self.gaps = torch.empty(count + 1, ranks + 1, device=device)
         self.calibration = OnlineCalibration(ranks, device)
         # (B, 1) row of step 0 of each image.
-        self._first_rows = torch.arange(layout.row_stride, count, room, device=device)[:, None]
-        self._drafted: _Drafted | None = None
+        self._first_rows = torch.arange(layout.max_stride, count, room, device=device)[:, None]
+        self._drafted: _Drafted | None = None  # None: the last pass had no draft
         self._other_proposals: JacobiSession | None = None
         self._clear()
 
@@ -104,9 +106,15 @@ class JacobiTreeSession(CapturableDraft):
         return self._other_proposals is None or self._other_proposals.restart(prompts, prefill)
 
     def copy_slots(self, source: JacobiTreeSession, source_slots: Sequence[int], slots: Sequence[int]) -> None:
+        # Images of a batch may be of another size; the tables of the smaller one end sooner.
+        first, source_first = self.layout.max_stride, source.layout.max_stride
+        count = min(self._room - first, source._room - source_first)
         for mine, theirs in ((self.candidates, source.candidates), (self.gaps, source.gaps)):
-            table, source_table = (t[:-1].unflatten(0, (-1, self._room)) for t in (mine, theirs))
-            table[list(slots)] = source_table[list(source_slots)]
+            table, source_table = mine[:-1].unflatten(0, (-1, self._room)), theirs[:-1].unflatten(0, (-1, source._room))
+            table[list(slots), :first] = source_table[0, :1]  # above the picture, where there are no candidates
+            table[list(slots), first + count :] = source_table[0, :1]
+            copied = source_table[list(source_slots), source_first : source_first + count]
+            table[list(slots), first : first + count] = copied
         self.calibration.merge(source.calibration)
         if source._other_proposals is not None:
             self._chains(len(self._first_rows)).copy_slots(source._other_proposals, source_slots, slots)
@@ -122,10 +130,13 @@ class JacobiTreeSession(CapturableDraft):
         if request.proposal != "coupled":
             return self._chains(len(request.root)).draft(request)
         plan, limits, device = request.plan, request.limits, request.root.device
-        self._drafted = drafted = self._look_up(request)
-        tokens = drafted.tokens[:, :-1]
-        if plan.depth == 0:
+        root_rows = request.steps[:, None] + self._first_rows
+        self.candidates[:, 0].scatter_(0, root_rows[:, 0], request.root)
+        if plan.depth == 0:  # nothing to keep: the next token is the next root
+            self._drafted = None
             return root_only(request.root)
+        self._drafted = drafted = self._look_up(request, root_rows)
+        tokens = drafted.tokens[:, :-1]
         if _is_chain(plan):
             return chain(tokens[..., 0], None if limits is None else limits.depth)
         if plan.shape is not None:
@@ -143,12 +154,10 @@ class JacobiTreeSession(CapturableDraft):
             tokens[..., :branch], log_probs, plan.nodes, trunk=trunk, nodes=nodes, min_probability=plan.min_probability
         )
 
-    def _look_up(self, request: DraftRequest) -> _Drafted:
-        """The candidates of a tree's steps with their prior probabilities."""
+    def _look_up(self, request: DraftRequest, root_rows: Tensor) -> _Drafted:
+        """The candidates of a tree's steps with their prior probabilities; `root_rows` (B, 1) are those of its root."""
         depth, root, layout = request.plan.depth, request.root[:, None], self.layout
         depths = arange_cached(depth + 2, root.device)
-        root_rows = request.steps[:, None] + self._first_rows
-        self.candidates[:, 0].scatter_(0, root_rows[:, 0], request.root)
         rows = root_rows + depths
         candidates = self.candidates.index_select(0, rows.flatten()).view(*rows.shape, -1)
         tokens, stays, is_forced = candidates[..., :-1], candidates[..., -1], None
@@ -165,13 +174,25 @@ class JacobiTreeSession(CapturableDraft):
 
     def _first_candidates(self, root_rows: Tensor, root: Tensor, depth: int) -> Tensor:
         """The first candidates of depths 0 to `depth` (B, depth + 1): verified, else those above, else the root."""
-        stride = self.layout.row_stride
+        stride = self.layout.strides
+        if isinstance(stride, Tensor):
+            return self._first_candidates_by_size(root_rows, root, depth, stride[:, None, None])
         height = 1 + -(-depth // stride)
         # From one row of the picture above the tree's first step on, as (height, stride): columns are the picture's.
         window = root_rows + 1 - stride + arange_cached(height * stride, root.device)
         tokens = self.candidates[:, 0].take(window).view(len(root), height, stride)
         source = torch.where(tokens >= 0, arange_cached(height, root.device)[:, None], 0).cummax(1).values
         tokens = tokens.gather(1, source).flatten(1)[:, stride - 1 : stride + depth]
+        return torch.where(tokens >= 0, tokens, root)
+
+    def _first_candidates_by_size(self, root_rows: Tensor, root: Tensor, depth: int, strides: Tensor) -> Tensor:
+        """`_first_candidates` of images with `strides` (B, 1, 1) of their own; looks at most a few rows up."""
+        above = strides * arange_cached(_ROWS_UP + 1, root.device)
+        rows = (root_rows + arange_cached(depth + 1, root.device))[..., None] - above  # (B, depth + 1, rows up)
+        is_inside = rows > root_rows[..., None] - strides
+        tokens = self.candidates[:, 0].take(torch.where(is_inside, rows, 0)).where(is_inside, -1)
+        nearest = (tokens >= 0).int().argmax(-1, keepdim=True)
+        tokens = tokens.gather(-1, nearest)[..., 0]
         return torch.where(tokens >= 0, tokens, root)
 
     def _fill_shape(self, request: DraftRequest, parents: tuple[int, ...], tokens: Tensor) -> DraftTree:
@@ -200,27 +221,28 @@ class JacobiTreeSession(CapturableDraft):
         if self._other_proposals is not None:
             self._other_proposals.commit(verified)
             return
-        assert self._drafted is not None, "trees are drafted before they are verified"
+        if self._drafted is None:  # plain decoding
+            return
         drafted, counts = self._drafted, verified.counts[:, None]
         depths = arange_cached(drafted.rows.shape[1] - 1, counts.device)  # 0 to D
         if drafted.prior is None:
             tokens, gaps, has_node = self._chain_candidates(verified, len(depths))
         else:
-            self._observe(drafted, verified, depths)
+            chosen, is_accepted = _chosen_tokens(verified, len(depths)), depths < counts
+            self._observe(drafted, chosen[:, :-1], is_accepted[:, :-1])
             indices, gaps, has_node = _candidates_by_depth(verified, len(depths), self.ranks)
             tokens = self.layout.token_ids(indices).masked_fill(gaps == torch.inf, -1)
-            tokens[..., 0] = torch.where(depths < counts, _chosen_tokens(verified, len(depths)), tokens[..., 0])
+            tokens[..., 0] = torch.where(is_accepted, chosen, tokens[..., 0])
         stays = torch.where(tokens[..., 0] == drafted.tokens[:, 1:, 0], drafted.stays[:, 1:] + 1, 1)
         # Steps after depths without nodes keep their candidates: theirs go to the last row, which is not used.
         rows = torch.where(has_node, drafted.rows[:, 1:], self.candidates.shape[0] - 1).flatten()
         self.candidates.index_copy_(0, rows, torch.cat([tokens, stays[..., None]], dim=-1).flatten(0, 1))
         self.gaps[:, :-1].index_copy_(0, rows, gaps.flatten(0, 1))
 
-    def _observe(self, drafted: _Drafted, verified: VerifiedStep, depths: Tensor) -> None:
-        """Let the calibration count which candidates the target chose."""
+    def _observe(self, drafted: _Drafted, chosen: Tensor, is_observed: Tensor) -> None:
+        """Let the calibration count which candidates of depths 1 to D the target chose: `chosen` (B, D)."""
         assert drafted.prior is not None and drafted.buckets is not None
-        is_chosen = drafted.tokens[:, 1:-1] == _chosen_tokens(verified, len(depths))[:, :-1, None]
-        is_observed = depths[:-1] < verified.counts[:, None]
+        is_chosen = drafted.tokens[:, 1:-1] == chosen[..., None]
         if drafted.is_forced is not None:
             is_observed = is_observed & ~drafted.is_forced[:, 1:]
         self.calibration.observe(drafted.prior[:, 1:], drafted.buckets[:, 1:], is_chosen, is_observed)

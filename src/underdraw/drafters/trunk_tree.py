@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from underdraw.constants import arange_cached
+from underdraw.nn.attention import triton_available
 from underdraw.tree import DraftTree
 
 _TRUNK = 1e9  # log probability that puts the trunk before all branches
@@ -48,6 +49,12 @@ def grow_trunk_tree(
     depth 0 but the root. Tree b has at most nodes[b] > trunk[b] nodes. Nodes of branches below `min_probability` are
     left out.
     """
+    if not min_probability and triton_available(tokens.device):
+        from underdraw.kernels.trunk_tree import trunk_trees
+
+        parts = trunk_trees(tokens, log_probs, size, trunk, nodes, least=_LEAST, most=_MOST)
+        drafted, parents, node_depths, node_ranks, ancestors = parts
+        return DraftTree(drafted, parents, node_depths, ancestors, node_ranks, tokens.shape[2])
     levels, ranks = tokens.shape[1:]
     depths = arange_cached(levels, tokens.device)
     first = log_probs[..., 0].clamp(_LEAST, _MOST)

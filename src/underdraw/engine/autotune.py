@@ -41,7 +41,8 @@ from underdraw.verifiers.exact import Exact
 log = logging.getLogger(__name__)
 C = TypeVar("C")
 AUTO = "auto"
-MAX_BATCH = 4  # larger batches use the costs of this one, scaled for Jacobi drafters
+MAX_BATCH = 4  # larger batches use the costs of this one, or of one of these, scaled for Jacobi drafters
+_LARGE_BATCHES = (64, 16)
 SLOWDOWN = 1.25  # the largest ratio of a pass with a tree to a plain pass
 LEVEL_ACCEPTANCE = 0.7  # probability that a level's best node is accepted if the one above it was; see docs/lab.md
 _SMALL, _DEEP, _WIDE = TreePlan(2, 1, 1, 3), TreePlan(8, 1, 1, 9), TreePlan(2, 6, 6, 27)
@@ -107,6 +108,16 @@ class TimedDecode:
         mode = "eager" if graphs is None else "compiled" if graphs.layer_functions.is_compiled else "captured"
         parts = (*self.key, mode, device_name(), f"{torch.get_num_threads()} threads", f"torch {torch.__version__}")
         return " | ".join(map(str, parts))
+
+
+def measured_batches(images: int, drafter: Drafter, *, is_captured: bool) -> tuple[int, ...]:
+    """Batch sizes whose costs stand for those of `images` at once, the closest first; the others need less memory."""
+    if drafter.proposes == "tree":
+        return (min(images, MAX_BATCH),)
+    if not is_captured:
+        return (1,)  # passes of a batch take long on a CPU, and their cost is that of as many nodes in one image
+    # The KV caches of many images take as long to read as the weights, and are read once however many nodes there are.
+    return (*(size for size in _LARGE_BATCHES if size <= images), min(images, MAX_BATCH))
 
 
 def build_tree(spec: str | TreePolicy) -> TreePolicy | None:

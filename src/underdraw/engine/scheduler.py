@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Status = Literal["waiting", "running", "finished", "cancelled", "failed"]
 _MAX_PREFILL = 8  # images that are prefilled between two passes while others run
+# Prefill of one image takes about as long as of a few, and all running ones wait for it. So newcomers wait for a slot
+# in this many to be free, but not for long: an idle slot costs more than it saves in the end.
+_SLOTS_PER_NEWCOMER = 8
+_PATIENCE = 16  # passes
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +105,7 @@ class Scheduler:
         self._restarting: dict[BatchImage, BatchKey] = {}  # running images whose batch crashed, in order
         self._max_slots: dict[BatchKey, int] = {}  # of batches that crashed with more
         self._cancelled: set[ScheduledImage] = set()
+        self._deferred = 0  # passes for which newcomers have waited although there is a slot
         self._closed = False
 
     def add(
@@ -154,8 +159,8 @@ class Scheduler:
     def step(self) -> SchedulerStep:
         """Admit waiting images into free slots, run one pass and retire images that ended.
 
-        Images of different sizes, with and without guidance, or with and without noise, are in different batches: then
-        every batch runs one pass.
+        Images with and without guidance, or with and without noise, are in different batches, and so are images of
+        different sizes whose drafter cannot mix them: then every batch runs one pass.
         """
         ended = self._cancel_requested()
         results: list[tuple[ScheduledImage, StepResult]] = []
@@ -267,15 +272,34 @@ class Scheduler:
         with self._lock:
             if not self._waiting:
                 return None, []
-            key = _batch_key(self._waiting[0])
+            key = self._key(self._waiting[0])
+            layout = self._waiting[0].history.layout  # images of one size are prefilled together
             if key in self._restarting.values():  # their slots
                 return None, []
             batch = self._batch(key)
             images: list[ScheduledImage] = []
             room = min(most, batch.free, self.slots - len(self._running))
-            while self._waiting and len(images) < room and _batch_key(self._waiting[0]) == key:
+            if self._should_defer(room):
+                return None, []
+            while self._waiting and len(images) < room:
+                first = self._waiting[0]
+                if first.history.layout != layout or self._key(first) != key:
+                    break
                 images.append(self._waiting.popleft())
             return batch, images
+
+    def _should_defer(self, room: int) -> bool:
+        """Whether waiting images should wait for more than `room` slots."""
+        group = min(self.slots // _SLOTS_PER_NEWCOMER, len(self._waiting))
+        is_deferred = 0 < room < group and bool(self._running) and self._deferred < _PATIENCE
+        if room > 0:
+            self._deferred = self._deferred + 1 if is_deferred else 0
+        return is_deferred
+
+    def _key(self, image: ScheduledImage) -> BatchKey:
+        request = image.request
+        layout, is_greedy = image.history.layout, request.temperature == 0
+        return self._parts.key(layout, is_guided=request.guidance != 1, is_greedy=is_greedy)
 
     def _batch(self, key: BatchKey) -> SlotBatch:
         """The batch of a key, a new one if need be."""
@@ -326,8 +350,3 @@ class Scheduler:
 
 def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, CapacityError | torch.OutOfMemoryError)
-
-
-def _batch_key(image: ScheduledImage) -> BatchKey:
-    request = image.request
-    return BatchKey(image.history.layout, is_guided=request.guidance != 1, is_greedy=request.temperature == 0)

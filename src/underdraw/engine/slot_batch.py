@@ -1,14 +1,15 @@
 """SlotBatch: images that run together, each entering and leaving at its own time.
 
-Images of one batch share the layout, and either all or none of them use guidance and noise; prompts, seeds and all
-other settings are their own. New images are prefilled in a session of their own and copied into free slots. The number
-of slots follows the number of images in few sizes: a larger or smaller batch is a copy of the running images.
+Images of one batch are of one model, and either all or none of them use guidance and noise; prompts, seeds, all other
+settings and, if the drafter can mix them, sizes are their own. New images are prefilled in a session of their own and
+copied into free slots. The number of slots follows the number of images in few sizes: a larger or smaller batch is a
+copy of the running images.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from underdraw.engine.cuda_graphs import GraphCache, GraphRunner
 from underdraw.engine.decode import run_pass, sample_first_tokens
 from underdraw.engine.restart import replay
+from underdraw.engine.slot_layout import SlotLayout, layout_kind
 from underdraw.engine.slot_sampler import SamplingParams, SlotSampler
 from underdraw.engine.step import IDLE_PLAN, StepRunner, TokenStatsMode
 from underdraw.errors import CapacityError
@@ -44,12 +46,17 @@ class BatchParts:
     graphs: GraphCache | None
     resolve_policy: Callable[[int], TreePolicy]  # the tree policy for so many images at once
 
+    def key(self, layout: Layout, *, is_guided: bool, is_greedy: bool) -> BatchKey:
+        """The batch of an image. Under the `sampled` proposal, noise depends on the size of the buffers."""
+        can_mix = getattr(self.drafter, "mixes_sizes", False) and self.proposal != "sampled"
+        return BatchKey(layout_kind(layout) if can_mix else layout, is_guided, is_greedy)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchKey:
     """What the images of one batch have in common."""
 
-    layout: Layout
+    kind: Hashable  # of their layouts
     is_guided: bool
     is_greedy: bool
 
@@ -72,6 +79,33 @@ class BatchImage:
         return self.restarted_at is not None and self.history.passes - self.restarted_at < _STUCK
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the buffers of a batch have room for."""
+
+    prompt_length: int = 0  # of the longest prompt, rounded up
+    layouts: tuple[Layout, ...] = ()  # the longest and the widest image may be different ones
+
+    def extended(self, prompt_length: int, layout: Layout) -> Room:
+        """Room for images with such prompts and of this size as well; the same where they fit already."""
+        rounded = -(-prompt_length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
+        fits = layout in self.layouts or (
+            len(self.layouts) > 1
+            and layout.steps <= self.largest.steps
+            and layout.max_stride <= max(other.max_stride for other in self.layouts)
+        )
+        return Room(max(rounded, self.prompt_length), self.layouts if fits else (*self.layouts, layout))
+
+    @property
+    def largest(self) -> Layout:
+        """The layout with the most tokens."""
+        return max(self.layouts, key=lambda layout: layout.steps)
+
+    def slot_layout(self, slots: int, device: torch.device) -> Layout:
+        """The layout of the images in so many slots."""
+        return self.layouts[0] if len(self.layouts) == 1 else SlotLayout.covering(self.layouts, slots, device)
+
+
 def bucket_slots(images: int, max_slots: int, *, is_captured: bool) -> int:
     """The number of slots for so many images: a power of 2, or 1.5 times one where passes are not captured."""
     power = 1 << (images - 1).bit_length()
@@ -87,12 +121,17 @@ class SlotBatch:
     ) -> None:
         self.parts, self.key, self.max_slots, self._free_idle_batches = parts, key, max_slots, free_idle_batches
         self.slots: list[BatchImage | None] = []
-        self.prompt_length = 0  # of the longest prompt that fits
+        self._room = Room()
         self._runner: StepRunner | None = None
         self._policy: TreePolicy | None = None
         self._captured: dict[int, GraphRunner] = {}  # by number of slots, kept for later images
         self._can_copy = True  # whether the drafter's sessions can copy images
         self._passes_with_room = 0
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the longest prompt that fits."""
+        return self._room.prompt_length
 
     @property
     def running(self) -> int:
@@ -104,14 +143,14 @@ class SlotBatch:
 
     @torch.inference_mode()
     def admit(self, images: Sequence[BatchImage]) -> int:
-        """Prefill images and give them slots; returns how many got one, the first of them.
+        """Prefill images of one size and give them slots; returns how many got one, the first of them.
 
         After an error the running images are as they were.
         """
         runner = self._prefill(images) if self._can_copy else None
         if runner is None or not isinstance(runner.draft, SlotSession):
             return self._run_alone(images[0])
-        if not self._make_room(self.running + len(images), max(runner.session.prefill.host_lengths)):
+        if not self._make_room(self.running + len(images), runner):
             return 0
         self._sample_first(runner, images)
         self._enter(runner, images)
@@ -131,7 +170,7 @@ class SlotBatch:
         image.root_step = root_steps[0]
         if not isinstance(runner.draft, SlotSession):
             self._hold_alone(runner, policy, image)
-        elif not history.done and self._make_room(self.running + 1, max(runner.session.prefill.host_lengths)):
+        elif not history.done and self._make_room(self.running + 1, runner):
             self._enter(runner, [image])
         return result
 
@@ -159,8 +198,10 @@ class SlotBatch:
                 except Exception as error:
                     failures.append((image, error))
         self.remove([image for image, _ in failures])
-        stop = self.key.layout.stop - 1
-        root_steps = [stop if image is None else image.root_step for image in self.slots]
+        stops = self._runner.sampler.layout.host_stops(len(self.slots))
+        root_steps = [
+            stop - 1 if image is None else image.root_step for image, stop in zip(self.slots, stops, strict=True)
+        ]
         histories = [None if image is None else image.history for image in self.slots]
         if not self.running:
             return [], failures
@@ -193,7 +234,7 @@ class SlotBatch:
 
     def _prefill(self, images: Sequence[BatchImage], *, prefill_only: bool = True) -> StepRunner:
         """A runner of some new images; with `prefill_only` it has no room for their tokens."""
-        parts, layout = self.parts, self.key.layout
+        parts, layout = self.parts, images[0].history.layout
         prompts, guidance = [image.prompt for image in images], [image.guidance for image in images]
         session = DecoderSession(parts.target, prompts, layout, guidance, prefill_only=prefill_only)
         draft = parts.drafter.open(prompts, layout, session.prefill, guidance=guidance)
@@ -203,7 +244,7 @@ class SlotBatch:
     def _sample_first(self, runner: StepRunner, images: Sequence[BatchImage]) -> None:
         sample_first_tokens(runner, [image.history for image in images], [image.params.seed for image in images])
         for image in images:
-            image.root_step = self.key.layout.start
+            image.root_step = image.history.layout.start
 
     def _run_alone(self, image: BatchImage) -> int:
         """Draw one image at a time, in the session that prefilled it."""
@@ -222,14 +263,14 @@ class SlotBatch:
         self._can_copy, self.max_slots = False, 1
         self._runner, self._policy, self.slots = runner, policy, [None if image.history.done else image]
 
-    def _make_room(self, images: int, prompt_length: int) -> bool:
-        """Switch to a batch that holds so many images with prompts of this length; False if there is no memory."""
-        if images <= len(self.slots) and prompt_length <= self.prompt_length:
+    def _make_room(self, images: int, newcomers: StepRunner) -> bool:
+        """Switch to a batch that holds so many images, some of them new ones; False if there is no memory."""
+        room = self._room.extended(max(newcomers.session.prefill.host_lengths), newcomers.sampler.layout)
+        if images <= len(self.slots) and room == self._room:
             return True
         size = max(self._bucket(images), len(self.slots))
-        rounded = -(-prompt_length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
         try:
-            self._switch(size, max(rounded, self.prompt_length))
+            self._switch(size, room)
         except (CapacityError, torch.OutOfMemoryError):
             if size == 1:
                 raise
@@ -244,18 +285,18 @@ class SlotBatch:
         self._passes_with_room = self._passes_with_room + 1 if size < len(self.slots) else 0
         if self._passes_with_room > _SHRINK_AFTER and self._can_copy:
             try:
-                self._switch(size, self.prompt_length)
+                self._switch(size, self._room)
             except (CapacityError, torch.OutOfMemoryError):
                 self._passes_with_room = 0  # there is no memory for a copy: go on in this batch
 
     def _bucket(self, images: int) -> int:
         return bucket_slots(images, self.max_slots, is_captured=self.parts.graphs is not None)
 
-    def _switch(self, size: int, prompt_length: int) -> None:
+    def _switch(self, size: int, room: Room) -> None:
         """Copy the running images into the first slots of a batch of another size."""
-        if prompt_length > self.prompt_length:
-            self._captured.clear()  # their KV caches are too short
-        runner = self._captured.get(size) or self._open_or_evict(size, prompt_length)
+        if room != self._room:
+            self._captured.clear()  # their buffers are too small
+        runner = self._captured.get(size) or self._open_or_evict(size, room)
         active = [slot for slot, image in enumerate(self.slots) if image is not None]
         if active:
             assert self._runner is not None
@@ -263,32 +304,33 @@ class SlotBatch:
         self._clear(runner, range(len(active), size))
         self.slots = [self.slots[slot] for slot in active] + [None] * (size - len(active))
         self._runner, self._policy = runner, self.parts.resolve_policy(size)
-        self.prompt_length, self._passes_with_room = prompt_length, 0
+        self._room, self._passes_with_room = room, 0
         if isinstance(runner, GraphRunner):
             self._captured[size] = runner
 
-    def _open_or_evict(self, size: int, prompt_length: int) -> StepRunner:
+    def _open_or_evict(self, size: int, room: Room) -> StepRunner:
         """A new runner; if there is no memory for it, those that are not running are freed first."""
         try:
-            return self._open(size, prompt_length)
+            return self._open(size, room)
         except (CapacityError, torch.OutOfMemoryError):
             self.free_memory()
             self._free_idle_batches()
             if self.parts.graphs is not None:
                 self.parts.graphs.runners.clear()
-            return self._open(size, prompt_length)
+            return self._open(size, room)
 
     def free_memory(self) -> None:
         """Free the buffers and captured passes that the running images do not use."""
         self._captured.clear()
         if not self.running:
-            self._runner, self.slots = None, []
+            self._runner, self.slots, self._room = None, [], Room()
 
-    def _open(self, size: int, prompt_length: int) -> StepRunner:
+    def _open(self, size: int, room: Room) -> StepRunner:
         """A runner of empty slots, captured where possible."""
-        parts, layout, key = self.parts, self.key.layout, self.key
-        prompts, guidance = EmptySlots(size, prompt_length), 0.0 if key.is_guided else 1.0
-        session = DecoderSession(parts.target, prompts, layout, guidance)
+        parts, key = self.parts, self.key
+        prompts, guidance = EmptySlots(size, room.prompt_length), 0.0 if key.is_guided else 1.0
+        session = DecoderSession(parts.target, prompts, room.largest, guidance)
+        layout = room.slot_layout(size, session.prefill.logits.device)
         draft = parts.drafter.open(prompts, layout, session.prefill, guidance=guidance)
         params = [SamplingParams(temperature=0.0 if key.is_greedy else 1.0)] * size
         sampler = SlotSampler(layout, params, session.prefill.logits.device)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from underdraw.engine.slot_layout import SlotLayout
 from underdraw.layout import Layout
 from underdraw.sampling import NoiseStream, Sampler, has_topk_kernel, top_p_filter, topk_filter
 
@@ -51,12 +52,14 @@ class SlotSampler(Sampler):
     def copy_slots(self, source: SlotSampler, source_slots: Sequence[int], slots: Sequence[int]) -> None:
         """Overwrite settings and noise of images `slots` by those of images `source_slots` of another sampler."""
         source_index, index = list(source_slots), list(slots)
+        if isinstance(self.layout, SlotLayout):
+            self.layout.copy_slots(source.layout, source_index, index)
         for name in ("seeds", "_scale", "_top_k", "_top_p"):
             getattr(self, name)[index] = getattr(source, name)[source_index]
         for slot, source_slot in zip(index, source_index, strict=True):
             self.host_top_k[slot] = source.host_top_k[source_slot]
             self.host_top_p[slot] = source.host_top_p[source_slot]
-        if not self.noise_tables.keys() <= source.noise_tables.keys():
+        if not self.noise_tables.keys() <= source.noise_tables.keys() or self.layout.steps != source.layout.steps:
             self.compute_noise(index)
             return
         for stream, table in self.noise_tables.items():

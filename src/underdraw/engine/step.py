@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from underdraw.constants import arange_cached
 from underdraw.history import TokenStats
 from underdraw.plan import TreePlan, covering_plan
 from underdraw.protocols import DrafterSession, DraftRequest, SlotSession, TargetSession, VerifiedStep, Verifier
@@ -81,7 +82,8 @@ class StepRunner:
 
     def clear_slots(self, slots: Sequence[int]) -> None:
         """Make images idle: they have no tokens left to sample. Their trees still need a valid root."""
-        self.steps[list(slots)] = self.sampler.layout.stop - 1
+        stops = self.sampler.layout.host_stops(len(self.steps))
+        self.steps[list(slots)] = torch.tensor([stops[slot] - 1 for slot in slots], device=self.steps.device)
         self.root[list(slots)] = self.sampler.layout.codes.start
 
     def step(
@@ -108,14 +110,15 @@ class StepRunner:
 
     def active_images(self, root_steps: Sequence[int]) -> list[bool]:
         """Which images have tokens left to sample."""
-        return [step < self.sampler.layout.stop - 1 for step in root_steps]
+        stops = self.sampler.layout.host_stops(len(root_steps))
+        return [step < stop - 1 for step, stop in zip(root_steps, stops, strict=True)]
 
     def truncate_plans(self, requested_plans: Sequence[TreePlan], root_steps: Sequence[int]) -> list[TreePlan]:
         """Plans that do not reach past the last cell of the image, or deeper than the target verifies."""
-        stop, max_depth = self.sampler.layout.stop, self.session.max_depth
+        stops, max_depth = self.sampler.layout.host_stops(len(root_steps)), self.session.max_depth
         return [
             plan.truncate(min(stop - 2 - step, max_depth)) if step < stop - 1 else IDLE_PLAN
-            for plan, step in zip(requested_plans, root_steps, strict=True)
+            for plan, step, stop in zip(requested_plans, root_steps, stops, strict=True)
         ]
 
     def draft_and_verify(
@@ -129,7 +132,7 @@ class StepRunner:
         tree = self.draft.draft(request).padded(bucket_size)
         output = self.session.forward(tree, self.steps)
         accepted_path = self.verifier.verify(tree, output.logits, noise_window)
-        is_active = self.steps < self.sampler.layout.stop - 1
+        is_active = self.steps < self.sampler.layout.stops - 1
         counts = (accepted_path.length + 1) * is_active
         return VerifiedStep(tree, accepted_path, output, noise_window, counts, ())
 
@@ -146,11 +149,15 @@ class StepRunner:
     def pack_for_host(self, verified: VerifiedStep, depth: int) -> Tensor:
         """Number of accepted tokens, new tokens (depth + 1), ranks (depth) and token stats, one row per image."""
         tree, accepted_path = verified.tree, verified.accepted_path
-        below_root = accepted_path.path[:, 1 : depth + 1]
-        index = torch.arange(below_root.shape[1] + 1, device=below_root.device)
-        drafted = functional.pad(tree.tokens.gather(1, below_root), (0, 1))
-        tokens = torch.where(index == accepted_path.length[:, None], accepted_path.next_token[:, None], drafted)
-        row = torch.cat([accepted_path.length[:, None], tokens, tree.ranks.gather(1, below_root)], dim=1)
+        length, next_token = accepted_path.length[:, None], accepted_path.next_token[:, None]
+        if depth == 0:
+            row = torch.cat([length, next_token], dim=1)
+        else:
+            below_root = accepted_path.path[:, 1 : depth + 1]
+            index = arange_cached(below_root.shape[1] + 1, below_root.device)
+            drafted = functional.pad(tree.tokens.gather(1, below_root), (0, 1))
+            tokens = torch.where(index == length, next_token, drafted)
+            row = torch.cat([length, tokens, tree.ranks.gather(1, below_root)], dim=1)
         if self.token_stats == "skip":
             return row
         stats = compute_token_stats(verified.output.logits, accepted_path.path, verified.noise_window)

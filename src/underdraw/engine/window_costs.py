@@ -1,8 +1,8 @@
 """What passes with Jacobi chains and trees of every size cost on this machine, and the size that pays for a batch.
 
-One decode is run whose passes cycle through all sizes, several times. The cost of a size is its fastest pass; passes
-of one size that differ much show that the machine was busy. Such costs are measured again, at once and, if that does
-not help, by the next process.
+One decode is run whose passes cycle through all sizes, several times. The cost of a size is its fastest pass and the
+time that choosing a size takes. Passes of one size that differ much show that the machine was busy. Such costs are
+measured again, at once and, if that does not help, by the next process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ from underdraw.policies.trunk import Trunk
 from underdraw.protocols import TreePolicy
 
 CPU_SIZES, GPU_SIZES = (1, 2, 4, 8, 12, 18, 24, 32, 64), (1, 8, 16, 32, 64, 128)
+GPU_BATCH_SIZES = (1, 2, 4, *GPU_SIZES[1:])  # for one image, passes of 2 and 4 nodes cost what those of 8 do
+# Of the images in a running batch: of all kinds, and hard ones stay longest. Chains of 64 nodes that commit 8.4, 7.2,
+# 6.0, 3.1 and 1.5 tokens per pass (docs/experiments/kinds.md) commit 3.6 on average over their passes.
+BATCH_DIFFICULTY = 0.25
+_MAX_BATCH_NODES = 2048  # of all images of a batch together: more never pay
 TREE_SIZES = (16, 32, 64, 128)  # smaller trees accept less than chains
 _ROUNDS, _WARMUP = 2, 1  # passes of each size; captured passes: prefill, eager run and capture come first
 _CAPTURED_ROUNDS, _CAPTURED_WARMUP = 5, 3
@@ -61,12 +66,13 @@ class WindowCosts:
         chain, tree = (tuple((n, interpolate(costs, n * scale)) for n, _ in costs) for costs in (self.chain, self.tree))
         return replace(self, chain=chain, tree=tree, batch=batch)
 
-    def policy(self, row: int = 32, difficulty: float = PRIOR_DIFFICULTY) -> TreePolicy:
+    def policy(self, row: int = 32) -> TreePolicy:
         """The policy for this batch: of one image, sizes follow the picture; a batch has one size for all its images.
 
         A row of a picture has `row` tokens.
         All images of a batch are padded to the largest tree, so trees of different sizes would save nothing.
         """
+        difficulty = PRIOR_DIFFICULTY if self.batch == 1 else BATCH_DIFFICULTY
         nodes, is_tree = cheapest_size(self.chain, self.tree, difficulty, row)
         if nodes == 1:
             return NoTree()
@@ -92,19 +98,26 @@ class _Sweep:
 
     plans: Sequence[TreePlan]
     warmup: int
+    planner: TreePolicy | None = None  # whose time to choose a size is part of what a drafted pass costs
     next_index: int = 0
+    planning: float = 0.0  # seconds, before the pass that runs
     requested: int = 0
     seconds: dict[int, list[float]] = field(default_factory=dict)  # by index of the plan
     cut_short: Counter[int] = field(default_factory=Counter)  # by index of the plan
 
     def plan(self, history: History, step: int) -> TreePlan:
-        self.requested = self.next_index
-        return self.plans[self.requested]
+        self.requested, self.planning = self.next_index, 0.0
+        plan = self.plans[self.requested]
+        if self.planner is not None and plan.nodes > 1:
+            started = time.perf_counter()
+            self.planner.plan(history, step)
+            self.planning = time.perf_counter() - started
+        return plan
 
     def observe(self, result: StepResult) -> None:
         index = self.requested
         if result.plan.depth == self.plans[index].depth:
-            self.seconds.setdefault(index, []).append(result.seconds)
+            self.seconds.setdefault(index, []).append(result.seconds + self.planning)
         else:
             self.cut_short[index] += 1
         self.next_index = (index + 1) % len(self.plans)
@@ -118,9 +131,16 @@ class _Sweep:
 RunDecode = Callable[[TreePolicy], Iterator[StepResult]]
 
 
+def captured_sizes(batch: int) -> tuple[int, ...]:
+    """Nodes per image of the captured passes that are measured for a batch."""
+    if batch == 1:
+        return GPU_SIZES
+    return tuple(size for size in GPU_BATCH_SIZES if size * batch <= _MAX_BATCH_NODES)
+
+
 def measure_windows(run: RunDecode, *, has_trees: bool, batch: int, is_captured: bool) -> WindowCosts:
     """Time passes of every size; `run(policy)` decodes a batch and yields the results of its first image."""
-    sizes: tuple[int, ...] = GPU_SIZES if is_captured else CPU_SIZES
+    sizes = captured_sizes(batch) if is_captured else CPU_SIZES
     if not is_captured and _plain_seconds(run) > _SLOW_PASS:
         sizes = _SLOW_SIZES
     best: WindowCosts | None = None
@@ -150,7 +170,8 @@ def _measure_once(run: RunDecode, sizes: Sequence[int], has_trees: bool, batch: 
     warmup, rounds = (_CAPTURED_WARMUP, _CAPTURED_ROUNDS) if is_captured else (_WARMUP, _ROUNDS)
     if sizes is _SLOW_SIZES:
         warmup, rounds = 0, 1
-    sweep, started = _Sweep(plans, warmup), time.perf_counter()
+    planner = Budget(tree="16:19/32:30/64:53") if batch == 1 else None
+    sweep, started = _Sweep(plans, warmup, planner), time.perf_counter()
     for _ in range(_MAX_DECODES):
         for result in run(sweep):
             sweep.observe(result)

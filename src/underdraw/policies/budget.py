@@ -15,18 +15,23 @@ of the same cells would have. No pass is drafted that could bring it below minus
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from underdraw.errors import ConfigError
 from underdraw.history import History
+from underdraw.layout import Layout
 from underdraw.plan import MAX_NODES, TreePlan, chain_plan
+from underdraw.policies.fixed import NoTree
+from underdraw.policies.running_sums import PassTable, RunningSums
 from underdraw.policies.trunk import Trunk, neighbourhood
 
 TREE_REACH, TREE_DIFFICULTY = 2.4, 0.72  # the latter: of the difficulty of a chain
+_LARGE_TREE = 64  # nodes, above which more nodes become branches rather than a longer trunk
 PRIOR_DIFFICULTY = 0.13  # of a chain: between a sprite on a plain background (0.05) and a landscape (0.5)
 _HARD_DIFFICULTY = 0.55  # the same where no token equals its neighbours, as in photos
 _MANY_REPEATS = 0.3  # share of tokens that equal the one above or to the left, from which on guesses are good
@@ -34,6 +39,10 @@ _PRIOR_CELLS = 6.0  # cells that the prior is worth
 _HALF_LIFE = 4.0  # rows after which a cell outside of the neighbourhood counts half
 _TRUST = 2.0  # allowances more where tokens repeat: drafting pays there in the end
 _NEARLY = 1.03  # times per token up to this ratio count as equal
+_PLAN_MS = 0.1  # that the host takes to choose a size
+_LONGEST_PAUSE = 8  # cells
+_PLAIN = NoTree()
+_MEMO = "budget"  # key in `History.memo`
 Costs = tuple[tuple[int, float], ...]  # (nodes, milliseconds), ascending
 
 
@@ -47,7 +56,9 @@ def passes_per_token(nodes: int, difficulty: float, row: int, *, is_tree: bool =
 
 def _first_passes(nodes: int, row: int, is_tree: bool) -> float:
     """Passes per token where no guess is wrong: `reach / nodes`. A chain reaches further if it spans a row."""
-    reach = TREE_REACH if is_tree else 2.0 if nodes >= row else min(1 + 0.11 * nodes, 2.25)
+    reach = 2.0 if nodes >= row else min(1 + 0.11 * nodes, 2.25)
+    if is_tree:
+        reach = TREE_REACH * max(nodes / _LARGE_TREE, 1.0) ** 0.65
     return min(reach / nodes, 0.95)
 
 
@@ -73,105 +84,136 @@ class Budget:
             parse_costs(self.tree)
 
     def plan(self, history: History, step: int) -> TreePlan:
-        chain, tree = parse_costs(self.chain), parse_costs(self.tree) if self.tree else ()
-        share = _repeat_share(history, step)
-        if chain[0][0] == 1:
-            most = chain[0][1] + self._spare_ms(history, step, share) / 2  # so that one failure is not the last try
-            chain, tree = (tuple((nodes, ms) for nodes, ms in costs if ms <= most) for costs in (chain, tree))
-        row = history.layout.row_stride
-        nodes, is_tree = cheapest_size(chain, tree, self._difficulty(history, step, share), row)
-        if is_tree:
-            return Trunk(nodes, self.init).plan(history, step)
-        return chain_plan(nodes - 1)
+        layout = history.layout
+        # Where row ends are forced, two nodes are plain decoding.
+        sizes = _sizes(self.chain, self.tree, layout.row_stride, layout.row_end is not None)
+        if sizes.has_plain and self._is_paused(history, step, sizes.plain_ms):
+            return _PLAIN.plan(history, step)
+        sums = _running_sums(history, step, sizes)
+        share = min(sums.repeat_share() / _MANY_REPEATS, 1.0)
+        most_ms = math.inf
+        if sizes.has_plain:
+            # Half of what may be lost, so that one failure is not the last try.
+            most_ms = sizes.plain_ms + self._spare_ms(layout, sums, share) / 2
+            if most_ms < sizes.least_ms:
+                return _PLAIN.plan(history, step)
+        best = _cheapest(sizes.all, self._difficulty(history, step, sums, share), most_ms)
+        if best.is_tree:
+            return _trunk(best.nodes, self.init).plan(history, step)
+        return chain_plan(best.nodes - 1) if best.nodes > 1 else _PLAIN.plan(history, step)
 
-    def _spare_ms(self, history: History, step: int, share: float) -> float:
+    def _is_paused(self, history: History, step: int, plain_ms: float) -> bool:
+        """Whether plain decoding goes on without another look: where passes are short, looking costs more than 1 %."""
+        cells = min(math.ceil(_PLAN_MS / (0.01 * plain_ms)), _LONGEST_PAUSE)
+        return cells > 1 and (step - history.layout.start) % cells > 0 and int(history.nodes[step]) == 1
+
+    def _spare_ms(self, layout: Layout, sums: RunningSums, share: float) -> float:
         """Milliseconds that drafting may lose from here on: what it has saved so far, and the allowance."""
-        plain, layout = parse_costs(self.chain)[0][1], history.layout
-        past = slice(layout.start, step + 1)
-        depth, nodes = history.depth[past], history.nodes[past]
-        spent = _cost_table(self.chain, self.tree)[(nodes > depth + 1).view(np.int8), nodes]
-        saved = float(np.dot(depth > 0, plain - spent / (history.accepted[past] + 1.0)))
         trust = 1 + _TRUST * max(2 * share - 1, 0.0)
-        return max(self.allowance * trust * (layout.stop - layout.start) * plain + saved, 0.0)
+        allowed = self.allowance * trust * (layout.stop - layout.start) * sums.plain_ms
+        return max(allowed + sums.saved_ms, 0.0)
 
-    def _difficulty(self, history: History, step: int, share: float) -> float:
+    def _difficulty(self, history: History, step: int, sums: RunningSums, share: float) -> float:
         """Difficulty of the cells after `step`, by what passes in the neighbourhood and in all rows above accepted.
 
         The prior is the difficulty that committed tokens suggest, which costs no pass.
         """
-        layout, row = history.layout, history.layout.row_stride
-        past = slice(layout.start, step + 1)
-        depth, nodes = history.depth[past], history.nodes[past]
-        first, scale = _difficulty_tables(row)
-        index = (nodes > depth + 1).view(np.int8), nodes  # a chain has one node more than levels
-        difficulty = (1 / (history.accepted[past] + 1.0) - first[index]) * scale[index]
-        weights = _decay(layout.steps, row)[-len(depth) :] * (depth > 0)
-        if self.init == "above":
-            weights[-row:] = depth[-row:] > 0
-        else:
-            parts = neighbourhood(history, step, self.init)
-            for part in parts:
-                weights[part - layout.start] = (history.depth[part] > 0) / len(parts)
-        easy = 1.0 if step - layout.start < row // 3 else share  # too few tokens to tell
+        drafted, difficulty = sums.weighted(neighbourhood(history, step, self.init))
+        easy = 1.0 if step - sums.start < sums.row // 3 else share  # too few tokens to tell
         prior = _HARD_DIFFICULTY + (PRIOR_DIFFICULTY - _HARD_DIFFICULTY) * easy
-        total = float(np.dot(weights, difficulty)) + _PRIOR_CELLS * prior
-        return min(max(total / (float(weights.sum()) + _PRIOR_CELLS), 0.02), 1.0)
+        return min(max((difficulty + _PRIOR_CELLS * prior) / (drafted + _PRIOR_CELLS), 0.02), 1.0)
+
+
+class _Size(NamedTuple):
+    """A size of draft that a policy may choose; one node is plain decoding."""
+
+    nodes: int
+    is_tree: bool
+    ms: float  # of a pass
+    first: float  # passes per token where no guess is wrong
+    factor: float  # of the difficulty, relative to a chain
+
+
+class _Sizes(NamedTuple):
+    """All sizes by measured costs, and the table that finished passes are judged by."""
+
+    all: tuple[_Size, ...]
+    table: PassTable
+    plain_ms: float  # of the smallest size
+    has_plain: bool  # whether that is plain decoding
+    least_ms: float  # of the other sizes
 
 
 @functools.lru_cache(maxsize=16)
-def _cost_table(chain: str, tree: str | None) -> NDArray[np.float64]:
-    """Milliseconds of a pass by (is it a tree, nodes): (2, MAX_NODES + 1)."""
-    table = []
-    for costs in (parse_costs(chain), parse_costs(tree or chain)):
-        sizes, milliseconds = zip(*costs, strict=True)
-        table.append(np.interp(np.arange(MAX_NODES + 1), sizes, milliseconds))
-    return np.stack(table)
+def _sizes(chain: str, tree: str | None, row: int, has_row_ends: bool) -> _Sizes:
+    """The sizes of a policy for images with `row` tokens in a row."""
+    costs = parse_costs(chain)
+    sizes = list_sizes(costs, parse_costs(tree) if tree else (), row)
+    if has_row_ends:
+        sizes = tuple(size for size in sizes if size.nodes != 2 or size.is_tree)
+    drafts = [size.ms for size in sizes if size.nodes > 1]
+    return _Sizes(sizes, _pass_table(chain, tree, row), costs[0][1], costs[0][0] == 1, min(drafts, default=math.inf))
+
+
+def list_sizes(chain: Costs, tree: Costs, row: int) -> tuple[_Size, ...]:
+    """Chains and trees of all measured sizes."""
+    chains = [
+        _Size(nodes, False, ms, _first_passes(nodes, row, False) if nodes > 1 else 1.0, 1.0) for nodes, ms in chain
+    ]
+    trees = [_Size(nodes, True, ms, _first_passes(nodes, row, True), TREE_DIFFICULTY) for nodes, ms in tree]
+    return (*chains, *trees)
+
+
+def _running_sums(history: History, step: int, sizes: _Sizes) -> RunningSums:
+    """The sums of the cells up to `step`, kept in the history between passes."""
+    sums: RunningSums | None = history.memo.get(_MEMO)
+    if sums is None or sums.table is not sizes.table or sums.start + sums.cells > step + 1:
+        keep = 0.5 ** (1 / (_HALF_LIFE * history.layout.row_stride))
+        sums = history.memo[_MEMO] = RunningSums(history, sizes.table, sizes.plain_ms, keep)
+    sums.extend(history, step)
+    return sums
 
 
 @functools.lru_cache(maxsize=16)
-def _difficulty_tables(row: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Offsets and factors by (is it a tree, nodes) that turn passes per token into a difficulty."""
-    first = np.array(
-        [[_first_passes(max(n, 1), row, is_tree) for n in range(MAX_NODES + 1)] for is_tree in (False, True)]
-    )
-    return first, 1 / (1 - first) / np.array([[1.0], [TREE_DIFFICULTY]])
+def _pass_table(chain: str, tree: str | None, row: int) -> PassTable:
+    sizes, columns = np.arange(MAX_NODES + 1), []
+    for costs, is_tree in ((parse_costs(chain), False), (parse_costs(tree or chain), True)):
+        first = np.array([_first_passes(max(nodes, 1), row, is_tree) for nodes in sizes.tolist()])
+        scale = 1 / (1 - first) / (TREE_DIFFICULTY if is_tree else 1.0)
+        measured, milliseconds = zip(*costs, strict=True)
+        columns.append((first, scale, np.interp(sizes, measured, milliseconds)))
+    return PassTable(*(column.tolist() for column in np.concatenate(columns, axis=1)))
 
 
-@functools.lru_cache(maxsize=16)
-def _decay(steps: int, row: int) -> NDArray[np.float64]:
-    """The weight of a cell by its distance to the last one, which comes last."""
-    return np.asarray(0.5 ** (np.arange(steps)[::-1] / (_HALF_LIFE * row)))
-
-
-def _repeat_share(history: History, step: int) -> float:
-    """How easy the last row of tokens looks, from 0 to 1, by how many equal the one above or to the left.
-
-    Where many do, guesses are good. So this tells, after plain decoding, where drafting pays again.
-    """
-    layout, tokens = history.layout, history.tokens
-    first, row = max(step + 1 - layout.row_stride, layout.start + 1), layout.row_stride
-    cells = tokens[first : step + 1]
-    is_repeat = cells == tokens[first - 1 : step]
-    if first >= layout.start + row:
-        is_repeat |= cells == tokens[first - row : step + 1 - row]
-    return min(float(is_repeat.sum()) / (_MANY_REPEATS * max(len(cells), row // 3, 1)), 1.0)
+_trunk = functools.lru_cache(maxsize=64)(Trunk)  # checking its options takes longer than planning
 
 
 def cheapest_size(chain: Costs, tree: Costs, difficulty: float, row: int) -> tuple[int, bool]:
-    """Nodes, and whether as a tree, with the least milliseconds per token; of nearly equal sizes the largest.
+    """Nodes, and whether as a tree, with the least milliseconds per token; of nearly equal sizes the largest."""
+    best = _cheapest(list_sizes(chain, tree, row), difficulty)
+    return best.nodes, best.is_tree
+
+
+def _cheapest(sizes: Sequence[_Size], difficulty: float, most_ms: float = math.inf) -> _Size:
+    """The size with the least milliseconds per token, of passes up to `most_ms`; of nearly equal sizes the largest.
 
     A larger window verifies guesses more often before they are needed. Where windows shrink too soon, the next cells
     look harder than they are, and windows shrink further.
     """
-    options = [(ms * passes_per_token(nodes, difficulty, row), nodes, False) for nodes, ms in chain if nodes > 1]
-    options += [(ms * passes_per_token(nodes, difficulty, row, is_tree=True), nodes, True) for nodes, ms in tree]
-    options += [(ms, 1, False) for nodes, ms in chain if nodes == 1]
-    least, nodes, is_tree = min(options)
-    if nodes > 1:
-        _, nodes, is_tree = max(
-            (option for option in options if option[0] <= _NEARLY * least), key=lambda o: (o[1], -o[0])
-        )
-    return nodes, is_tree
+    best, least, times = sizes[0], math.inf, []
+    for size in sizes:
+        hard = difficulty * size.factor
+        spent = size.ms * min(hard + (1 - hard) * size.first, 1.0) if size.ms <= most_ms else math.inf
+        times.append(spent)
+        if spent < least:
+            best, least = size, spent
+    if best.nodes == 1:
+        return best
+    chosen = math.inf
+    for size, spent in zip(sizes, times, strict=True):
+        if spent <= _NEARLY * least and (size.nodes > best.nodes or (size.nodes == best.nodes and spent < chosen)):
+            best, chosen = size, spent
+    return best
 
 
 @functools.lru_cache(maxsize=64)

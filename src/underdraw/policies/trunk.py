@@ -7,17 +7,18 @@ above predicts which is the case.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from underdraw.errors import ConfigError
 from underdraw.history import History
 from underdraw.plan import TreePlan
 
 _LEFT = 12  # cells to the left that count
+_tree_plan = functools.lru_cache(maxsize=1024)(TreePlan)  # checking a plan takes longer than looking it up
 _WIDTH = 2  # has no meaning for Jacobi trees, but a width of 1 would lower the number of nodes of a short tree
 
 
@@ -63,7 +64,7 @@ class Trunk:
         ranks, narrowest = self.ranks, min(self.ranks, 2)
         if self.rule == "paper" and longest > shortest:  # deeper is narrower
             ranks = narrowest + round((ranks - narrowest) * (longest - length) / (longest - shortest))
-        return TreePlan(length, _WIDTH, ranks, self.nodes)
+        return _tree_plan(length, _WIDTH, ranks, self.nodes)
 
     def _length(self, history: History, step: int) -> float:
         """The length of the trunk before clamping."""
@@ -74,9 +75,10 @@ class Trunk:
         if self.init == "fixed" or not parts:
             return self.base if self.init == "fixed" and self.base is not None else 0.625 * self.nodes
         if self.rule == "linear":
-            accepted = sum(float(history.accepted[part].mean()) for part in parts) / len(parts)
+            accepted = sum(mean_accepted(history, part) for part in parts) / len(parts)
             return self._base() + self._slope() * accepted
-        cells = np.concatenate(parts)
+        cells = np.concatenate([np.arange(part.start, part.stop) for part in parts])
+        cells = cells[history.pass_index[cells] >= 0]
         depths = history.depth[cells]
         accepted_share = float((history.accepted[cells] / np.maximum(depths, 1)).mean())
         return float(depths.mean()) + (self.step if accepted_share >= self.beta else -self.step)
@@ -93,12 +95,20 @@ class Trunk:
         return min(max(1, self.nodes // 5), longest) if self.shortest is None else self.shortest, longest
 
 
-def neighbourhood(history: History, step: int, init: str) -> list[NDArray[np.int64]]:
-    """Steps near the next cell that trees have filled, in parts of equal weight; `step` is the root's."""
-    stride = history.layout.row_stride
-    above, left = range(step + 1 - stride, step + 1), range(step + 1 - min(_LEFT, stride), step + 1)
-    above_right = above[: max(stride // 2, 1)]
-    named = {"above": [above], "left": [left], "above-right": [above_right], "both": [above_right, left]}
-    parts = [np.arange(max(part.start, 0), part.stop) for part in named.get(init, [range(step, step + 1)])]
-    parts = [part[history.pass_index[part] >= 0] for part in parts]
-    return [part for part in parts if len(part)]
+def mean_accepted(history: History, part: slice) -> float:
+    """Mean accepted length of the passes that filled cells of a part, which has some."""
+    return int(history.accepted[part].sum()) / np.count_nonzero(history.pass_index[part] >= 0)
+
+
+def neighbourhood(history: History, step: int, init: str) -> list[slice]:
+    """Steps near the next cell, in parts of equal weight that have cells of passes; `step` is the root's."""
+    stride, stop = history.layout.row_stride, step + 1
+    half, left = stop - stride + max(stride // 2, 1), stop - min(_LEFT, stride)
+    named = {
+        "above": ((stop - stride, stop),),
+        "left": ((left, stop),),
+        "above-right": ((stop - stride, half),),
+        "both": ((stop - stride, half), (left, stop)),
+    }
+    parts = [slice(max(first, 0), max(last, 0)) for first, last in named.get(init, ((step, stop),))]
+    return [part for part in parts if (history.pass_index[part] >= 0).any()]

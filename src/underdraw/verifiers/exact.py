@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from underdraw.constants import arange_cached
 from underdraw.sampling import NoiseWindow, argmax_first
 from underdraw.tree import AcceptedPath, DraftTree, Proposal
 from underdraw.verifiers.tree_walk import TreeWalk, follow_choices
@@ -28,6 +29,10 @@ class Exact:
         """logits (B, N, K). A CPU samples only at the nodes of the path, a device at all nodes in one go."""
         layout, reach = noise_window.sampler.layout, noise_window.steps.shape[1]
         if TreeWalk.uses_all_nodes(logits):
+            if tree.size == 1:  # plain decoding: nothing to match
+                token = layout.token_ids(argmax_first(noise_window.level_scores(logits, 1)))  # (B, 1)
+                root = arange_cached(1, token.device).expand_as(token)
+                return AcceptedPath(root, root[:, 0], token[:, 0], token)
             return match_all_nodes(tree, reach, layout.token_ids(noise_window.sample(logits, tree.depths + 1)))
         rows = torch.arange(logits.shape[0], device=logits.device)
 

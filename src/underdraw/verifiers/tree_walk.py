@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from underdraw.constants import arange_cached
 from underdraw.tree import DraftTree
 
 ChooseChildFn = Callable[[Tensor | None], tuple[Tensor, Tensor]]
@@ -58,7 +59,7 @@ def follow_choices(tree: DraftTree, reach: int, labels: Tensor, chosen: Tensor) 
     """
     is_rejected = (labels != chosen.gather(1, tree.parents.clamp(min=0))) | (tree.depths < 0)  # (B, N), root unused
     is_accepted = ~(tree.ancestors[..., 1:] & is_rejected[:, None, 1:]).any(-1)  # (B, N), at most one per depth
-    index, level = (torch.arange(count, device=labels.device) for count in (tree.size, reach))
+    index, level = (arange_cached(count, labels.device) for count in (tree.size, reach))
     path = ((is_accepted[:, None] & (tree.depths[:, None] == level[:, None])) * index).amax(-1)
     return path, is_accepted.sum(1) - 1
 

@@ -1,4 +1,6 @@
-"""A stub of ComfyUI's V3 API, after its documentation: ComfyUI is an application and not a package to install.
+"""A stub of ComfyUI's V3 API, for tests without ComfyUI, which is an application and not a package to install.
+
+integrations/test_comfyui_server.py draws with a real one.
 
 It has the classes that integrations/comfyui uses, and refuses arguments that ComfyUI does not have. Nodes run in
 inference mode and progress goes through a hook that raises when the user has cancelled, as in ComfyUI.
@@ -79,6 +81,7 @@ class ComfyStub:
         self.progress: list[tuple[int, int, Any]] = []
         self.cancel_after: int | None = None  # progress reports
         self.nodes: dict[str, Any] = {}
+        self.module: Any = None  # that has the nodes
 
     def install(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ComfyStub:
         """Put the stub's modules in place and load the nodes of a folder as ComfyUI does."""
@@ -102,7 +105,7 @@ class ComfyStub:
         package = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, package)
         spec.loader.exec_module(package)
-        sys.modules.pop(f"{spec.name}.nodes")  # the next stub loads it anew
+        self.module = sys.modules.pop(f"{spec.name}.nodes")  # the next stub loads it anew
 
         async def node_list() -> list[Any]:
             return await (await package.comfy_entrypoint()).get_node_list()
@@ -119,15 +122,14 @@ class ComfyStub:
         return SimpleNamespace(update_absolute=update_absolute)
 
     def execute(self, node_id: str, **inputs: Any) -> tuple[Any, ...]:
-        """Run a node; inputs that are left out have their defaults, as a node that was just added to a graph."""
+        """Run a node as a workflow of the API format does: only optional inputs may be left out, even with defaults."""
         node = self.nodes[node_id]
         schema = node.define_schema()
-        defaults = {socket.id: socket.options["default"] for socket in schema.inputs if "default" in socket.options}
-        arguments = {**defaults, **inputs}
-        assert arguments.keys() == {socket.id for socket in schema.inputs}
-        inspect.signature(node.execute).bind(**arguments)
+        required = {socket.id for socket in schema.inputs if not socket.options.get("optional")}
+        assert required <= inputs.keys() <= {socket.id for socket in schema.inputs}
+        inspect.signature(node.execute).bind(**inputs)
         with torch.inference_mode():
-            result = node.execute(**arguments).result
+            result = node.execute(**inputs).result
         assert len(result) == len(schema.outputs)
         return result
 

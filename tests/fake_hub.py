@@ -21,6 +21,7 @@ class FakeHub:
         self.cache = cache
         self.files: dict[str, dict[str, Path | int]] = {}  # repository -> file name -> its content, or only its size
         self.downloads: list[tuple[str, str]] = []
+        self.shown_bars = 0  # downloads while the hub's progress bars were enabled
 
     def add(self, repository: str, folder: Path | None = None, sizes: Mapping[str, int] | None = None) -> None:
         """Add a repository: the files of a folder, and files that are listed with a size and have no content."""
@@ -85,10 +86,13 @@ class FakeHub:
         return str(self._folder(repository))
 
     def _fetch(self, repository: str, name: str) -> Path:
+        from huggingface_hub.utils import are_progress_bars_disabled
+
         source = self._repository(repository)[name]
         target = self._folder(repository) / name
         if not target.exists():
             self.downloads.append((repository, name))
+            self.shown_bars += not are_progress_bars_disabled()
             target.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(source, int):
                 target.touch()

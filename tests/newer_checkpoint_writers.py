@@ -54,38 +54,6 @@ def write_glm_image(folder: Path) -> Any:
     return model
 
 
-def write_glm_image_pixels(folder: Path) -> Any:
-    """The parts of GLM-Image that make pixels, with random weights, into the folder of `write_glm_image`."""
-    import diffusers
-    import transformers
-
-    torch.manual_seed(9)
-    pipeline = diffusers.GlmImagePipeline(
-        tokenizer=transformers.ByT5Tokenizer(),
-        processor=None,
-        text_encoder=transformers.T5EncoderModel(
-            transformers.T5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-        ).eval(),
-        vision_language_encoder=None,
-        vae=diffusers.AutoencoderKL(
-            latent_channels=4, norm_num_groups=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1,
-            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-            use_quant_conv=False, use_post_quant_conv=False, latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
-        ).eval(),
-        transformer=diffusers.GlmImageTransformer2DModel(
-            in_channels=4, out_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
-            text_embed_dim=16, time_embed_dim=16, condition_dim=8, prior_vq_quantizer_codebook_size=64,
-        ).eval(),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear"),
-    )  # fmt: skip
-    pipeline.save_pretrained(folder)
-    index = json.loads((folder / "model_index.json").read_text())
-    index["vision_language_encoder"] = ["transformers", "GlmImageForConditionalGeneration"]
-    index["processor"] = ["transformers", "GlmImageProcessor"]
-    (folder / "model_index.json").write_text(json.dumps(index))
-    return pipeline
-
-
 # SimpleAR: a Qwen2 that transformers writes, a slow tokenizer, and Cosmos's decoder as TorchScript
 
 SIMPLEAR_SPECIALS = ("<|t2i|>", "<|i2t|>", "<|soi|>", "<|vtokens|>", "<|t2v|>", "<|v2t|>", "<|sov|>")

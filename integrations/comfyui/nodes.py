@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import comfy.utils
@@ -16,9 +17,14 @@ from underdraw.images import apply_colormap
 
 UnderdrawModel = io.Custom("UNDERDRAW_MODEL")  # a Pipeline
 CATEGORY = "underdraw"
+# Optional inputs are shown with their defaults like the others, but a workflow in the API format may leave them out.
+AUTO: dict[str, Any] = {"default": "auto", "optional": True}
 DEFAULT = -1  # of a number: what the model's authors recommend
+DEFAULT_NUMBER: dict[str, Any] = {"default": DEFAULT, "min": DEFAULT, "optional": True}
+DEFAULT_SIDE: dict[str, Any] = {"default": 0, "min": 0, "max": 8192, "optional": True}
 MAX_SEED = 2**53 - 1  # the largest whole number that the browser keeps exactly
-PREVIEW_SIZE = 512
+PREVIEW_SIZE, PREVIEW_EVERY = 512, 4  # pixels; passes
+PREVIEW_SHARE = 0.2  # of the time may go to previews; on a CPU one takes as long as fifty passes
 
 
 class LoadModel(io.ComfyNode):
@@ -33,17 +39,25 @@ class LoadModel(io.ComfyNode):
             description="Load an autoregressive image model with its drafter.",
             inputs=[
                 io.String.Input("model", default="tiny", tooltip="tiny, a folder, or owner/name of the hub"),
-                io.String.Input("drafter", default="auto", tooltip="auto, jacobi, or a folder with a trained drafter"),
-                io.String.Input("tree", default="auto", tooltip="auto, none (plain decoding), or a tree policy"),
-                io.Combo.Input("weights", options=["auto", "full", "int8", "fp8", "int4"], default="auto"),
-                io.Combo.Input("dtype", options=["auto", "float32", "bfloat16", "float16"], default="auto"),
-                io.Combo.Input("device", options=["auto", "cuda", "cpu"], default="auto"),
+                io.String.Input("drafter", tooltip="auto, jacobi, or a folder with a trained drafter", **AUTO),
+                io.String.Input("tree", tooltip="auto, none (plain decoding), or a tree policy", **AUTO),
+                io.Combo.Input("weights", options=["auto", "full", "int8", "fp8", "int4"], **AUTO),
+                io.Combo.Input("dtype", options=["auto", "float32", "bfloat16", "float16"], **AUTO),
+                io.Combo.Input("device", options=["auto", "cuda", "cpu"], **AUTO),
             ],
             outputs=[UnderdrawModel.Output(display_name="model")],
         )
 
     @classmethod
-    def execute(cls, model: str, drafter: str, tree: str, weights: str, dtype: str, device: str) -> Any:
+    def execute(
+        cls,
+        model: str,
+        drafter: str = "auto",
+        tree: str = "auto",
+        weights: str = "auto",
+        dtype: str = "auto",
+        device: str = "auto",
+    ) -> Any:
         with torch.inference_mode(False):  # ComfyUI runs nodes in inference mode, whose tensors autograd refuses
             pipe = Pipeline.from_pretrained(
                 model, drafter=drafter, tree=tree, weights=weights, dtype=dtype, device=device
@@ -65,16 +79,23 @@ class Draw(io.ComfyNode):
             inputs=[
                 UnderdrawModel.Input("model"),
                 io.String.Input("prompt", multiline=True, default="a red fox"),
-                io.String.Input("negative_prompt", multiline=True, default=""),
+                io.String.Input("negative_prompt", multiline=True, default="", optional=True),
                 io.Int.Input("seed", default=0, min=0, max=MAX_SEED, control_after_generate=True),
-                io.Int.Input("images", default=1, min=1, max=64),
-                io.Int.Input("width", default=0, min=0, max=8192),
-                io.Int.Input("height", default=0, min=0, max=8192),
-                io.Float.Input("guidance", default=DEFAULT, min=DEFAULT, max=30, step=0.1),
-                io.Float.Input("temperature", default=DEFAULT, min=DEFAULT, max=10, step=0.05),
-                io.Int.Input("top_k", default=DEFAULT, min=DEFAULT, max=1_000_000),
-                io.Float.Input("top_p", default=DEFAULT, min=DEFAULT, max=1, step=0.01),
-                io.Int.Input("preview_every", default=4, min=0, max=1000, tooltip="passes between previews; 0: none"),
+                io.Int.Input("images", default=1, min=1, max=64, optional=True),
+                io.Int.Input("width", **DEFAULT_SIDE),
+                io.Int.Input("height", **DEFAULT_SIDE),
+                io.Float.Input("guidance", max=30, step=0.1, **DEFAULT_NUMBER),
+                io.Float.Input("temperature", max=10, step=0.05, **DEFAULT_NUMBER),
+                io.Int.Input("top_k", max=1_000_000, **DEFAULT_NUMBER),
+                io.Float.Input("top_p", max=1, step=0.01, **DEFAULT_NUMBER),
+                io.Int.Input(
+                    "preview_every",
+                    default=PREVIEW_EVERY,
+                    min=0,
+                    max=1000,
+                    tooltip="passes between previews, more if they take long; 0: none",
+                    optional=True,
+                ),
             ],
             outputs=[
                 io.Image.Output(display_name="image"),
@@ -84,7 +105,15 @@ class Draw(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: Pipeline, prompt: str, seed: int, images: int, preview_every: int, **options: Any) -> Any:
+    def execute(
+        cls,
+        model: Pipeline,
+        prompt: str,
+        seed: int,
+        images: int = 1,
+        preview_every: int = PREVIEW_EVERY,
+        **options: Any,
+    ) -> Any:
         if not isinstance(model, Pipeline):
             raise ConfigError("connect the model of a Load Model (underdraw) node to the input model.")
         if type(preview_every) is not int or preview_every < 0:
@@ -100,7 +129,13 @@ class Draw(io.ComfyNode):
 
 
 def _request_options(
-    negative_prompt: str, width: int, height: int, guidance: float, temperature: float, top_k: int, top_p: float
+    negative_prompt: str = "",
+    width: int = 0,
+    height: int = 0,
+    guidance: float = DEFAULT,
+    temperature: float = DEFAULT,
+    top_k: int = DEFAULT,
+    top_p: float = DEFAULT,
 ) -> dict[str, Any]:
     """The arguments of `Pipeline.request`, which checks them; None is the model's default."""
     values = {
@@ -125,15 +160,19 @@ class Progress:
         self.total, self.done, self.preview_every = tokens, 0, preview_every
         self.bar = comfy.utils.ProgressBar(tokens)
         self.histories: dict[int, History] = {}
+        self.started, self.preview_seconds = time.perf_counter(), 0.0
 
     def __call__(self, pipe: Pipeline, pass_index: int, step: int, details: dict[str, Any]) -> None:
         result, history = details["step"], details["history"]
         self.histories[result.sequence] = history
         self.done += len(result.tokens)
-        preview = None
-        if self.preview_every and history.passes % self.preview_every == 0:
-            unfinished = next((other for other in self.histories.values() if not other.done), history)
+        preview, start = None, time.perf_counter()
+        is_due = self.preview_every and history.passes % self.preview_every == 0
+        unfinished = next((other for other in self.histories.values() if not other.done), None)
+        # None after the last pass: the image itself follows, whose pixels may take a diffusion model.
+        if is_due and unfinished and self.preview_seconds <= PREVIEW_SHARE * (start - self.started):
             preview = ("JPEG", pipe.decode_images([unfinished])[0], PREVIEW_SIZE)
+            self.preview_seconds += time.perf_counter() - start
         self.bar.update_absolute(min(self.done, self.total), self.total, preview)
 
 

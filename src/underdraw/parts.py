@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import nn
 
 from underdraw.engine import autotune
 from underdraw.engine.cuda_graphs import Compile, make_graph_cache
-from underdraw.errors import ConfigError, unknown
+from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.models.family import LoadedModel
 from underdraw.models.lantern_drafters import load_nearest_codes
-from underdraw.models.loading import load_drafter_by_name, resolve_placement
+from underdraw.models.loading import check_drafter, load_drafter_by_name, resolve_placement
+from underdraw.models.progress_bars import hidden_progress_bars
 from underdraw.models.saving import save_drafter_repository, upload_folder
 from underdraw.nn.numerics import Numerics, resolve_numerics
 from underdraw.nn.quantized_weight import WeightFormat, is_quantized
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
 class PipelineParts:
     """A model and what decodes with it. An assignment that fails changes nothing."""
 
+    _progress_bar: Mapping[str, Any] = MappingProxyType({})  # options of tqdm
+
     def __init__(
         self,
         model: LoadedModel,
@@ -45,13 +52,7 @@ class PipelineParts:
         compile: Compile = "auto",
         numerics: Numerics = "row-invariant",
     ) -> None:
-        if not isinstance(numerics, str) or numerics not in get_args(Numerics):
-            raise unknown("numerics", numerics, get_args(Numerics))
-        if numerics == "fastest" and is_quantized(model.placement.weights):
-            raise ConfigError(
-                f"{model.placement.weights} weights are multiplied by row-invariant kernels; leave out numerics "
-                "'fastest', or the weights."
-            )
+        _check_numerics(numerics, model.placement.weights)
         self.model = dataclasses.replace(model, target=dataclasses.replace(model.target, numerics=numerics))
         self.compile = compile
         self.graphs = make_graph_cache(self.device, compile, numerics)
@@ -69,7 +70,8 @@ class PipelineParts:
 
     @drafter.setter
     def drafter(self, spec: str | Drafter) -> None:
-        drafter = load_drafter_by_name(spec, self.model)
+        with self._library_bars():
+            drafter = load_drafter_by_name(spec, self.model)
         verifier = self._build_verifier(self._verifier_spec, drafter.source)  # its table may come with the drafter
         self._drafter, self._verifier, self._resolved_tree = drafter, verifier, self._tree
 
@@ -105,9 +107,10 @@ class PipelineParts:
     def _build_verifier(self, spec: str | Verifier, drafter_source: Path | str | None) -> Verifier:
         verifier: Verifier = verifiers.build(spec)
         if isinstance(verifier, Lantern) and verifier.neighbours is None:
-            neighbours = load_nearest_codes(
-                self.model.image_tokenizer.codebook, verifier.neighbours_needed, drafter_source, self.model.hub
-            )
+            with self._library_bars():
+                neighbours = load_nearest_codes(
+                    self.model.image_tokenizer.codebook, verifier.neighbours_needed, drafter_source, self.model.hub
+                )
             return dataclasses.replace(verifier, neighbours=neighbours)
         return verifier
 
@@ -118,8 +121,7 @@ class PipelineParts:
 
     @proposal.setter
     def proposal(self, name: str) -> None:
-        if not isinstance(name, str) or name not in ("auto", *get_args(Proposal)):
-            raise unknown("proposal", name, ("auto", *get_args(Proposal)))
+        _check_proposal(name)
         self._proposal = name
 
     @property
@@ -139,6 +141,17 @@ class PipelineParts:
     def weights(self) -> WeightFormat:
         """The format of the decoder's matrices: `full`, or `int8`, `fp8` or `int4` if they are quantised."""
         return self.model.placement.weights
+
+    def set_progress_bar_config(self, **options: Any) -> None:
+        """Options of tqdm for the progress bar; by default it is shown on a terminal only.
+
+        `disable=True` also hides the bars of libraries that download or load parts later.
+        """
+        self._progress_bar = options
+
+    def _library_bars(self) -> AbstractContextManager[None]:
+        """Bars of libraries are shown inside, unless this pipeline's is disabled."""
+        return hidden_progress_bars(bool(self._progress_bar.get("disable")))
 
     @property
     def components(self) -> dict[str, nn.Module]:
@@ -194,9 +207,12 @@ class PipelineParts:
     def _resolve_tree(self, request: GenerationRequest | None = None) -> TreePolicy:
         """The tree policy of a request; without one, of a request for one image."""
         request = request or self.sample_request(1)
-        return autotune.resolve_tree(
-            self._tree, self.drafter, lambda: self._workload(request), batch=len(request.prompts)
-        )
+        images = len(request.prompts)
+        batches = autotune.measured_batches(images, self.drafter, is_captured=self.graphs is not None)
+        for batch in batches[:-1]:
+            with suppress(CapacityError, torch.OutOfMemoryError):  # then a smaller batch is measured
+                return autotune.resolve_tree(self._tree, self.drafter, partial(self._workload, request, batch), images)
+        return autotune.resolve_tree(self._tree, self.drafter, partial(self._workload, request, batches[-1]), images)
 
     def tree_for_batch(self, images: int) -> TreePolicy:
         """The tree policy for `images` images at once; under `auto`, windows shrink as batches grow."""
@@ -204,17 +220,17 @@ class PipelineParts:
 
     def measure_costs(self, images: int = 1) -> autotune.PassCosts | autotune.WindowCosts:
         """Measure anew what passes cost here with `images` at once, and store it for the `auto` tree."""
-        workload = self._workload(self.sample_request(images))
+        batch, *_ = autotune.measured_batches(images, self.drafter, is_captured=self.graphs is not None)
+        workload = self._workload(self.sample_request(images), batch)
         measure = autotune.measure_again if self.drafter.proposes == "tree" else autotune.measure_windows_again
         return measure(workload)
 
-    def _workload(self, request: GenerationRequest) -> autotune.TimedDecode:
-        """A decode like that of the request, for measuring costs."""
-        batch = min(len(request.prompts), autotune.MAX_BATCH)
-        if self.graphs is None and self.drafter.proposes != "tree":
-            batch = 1  # passes of a batch take long on a CPU, and their cost is that of as many nodes in one image
-        arch = self.model.target.net.arch
+    def _workload(self, request: GenerationRequest, batch: int) -> autotune.TimedDecode:
+        """A decode of `batch` images like that of the request, for measuring costs."""
+        arch, graphs = self.model.target.net.arch, self.graphs
         layout, temperature = self.model.make_layout(request.size), request.temperature
+        with self._library_bars():
+            prompt = self.model.make_prompt(request.prompts[0], request.negative_prompts[0], request.size)
         return autotune.TimedDecode(
             key=(
                 self.model.family,
@@ -228,10 +244,11 @@ class PipelineParts:
             ),
             target=self.model.target,
             drafter=self.drafter,
-            prompts=[self.model.make_prompt(request.prompts[0], request.negative_prompts[0], request.size)] * batch,
+            prompts=[prompt] * batch,
             sampler=Sampler(layout, range(batch), temperature=temperature, device=self.device),
             guidance=request.guidance,
-            graphs=self.graphs,
+            # The buffers of a large batch are freed after the measurement.
+            graphs=graphs if graphs is None or batch <= autotune.MAX_BATCH else graphs.with_min_bucket(1),
         )
 
     def _choices(self) -> tuple[dict[str, str], Path | None]:
@@ -256,9 +273,42 @@ class PipelineParts:
 
         `base_model` is the hub's name of the model, for the card of one that was loaded from a folder.
         """
-        with tempfile.TemporaryDirectory() as temporary:
+        with tempfile.TemporaryDirectory() as temporary, self._library_bars():
             folder = save_drafter_repository(self._drafter.source, self.model, Path(temporary), name, base_model)
             return upload_folder(folder, name, token=token, private=private)
+
+
+def check_runtime(device: torch.device, compile: Compile, numerics: Numerics, weights: str) -> None:
+    """Raise for ways to run passes that do not go together, before a model is downloaded or loaded."""
+    _check_numerics(numerics, weights)
+    make_graph_cache(device, compile, numerics)
+
+
+def check_parts(
+    *, drafter: str | Drafter, tree: str | TreePolicy, verifier: str | Verifier, proposal: str = "auto"
+) -> None:
+    """Raise for parts that no pipeline can have, before its model is downloaded or loaded."""
+    check_drafter(drafter)
+    _check_proposal(proposal)
+    _check_part("tree", tree, "plan")
+    autotune.build_tree(tree)
+    _check_part("verifier", verifier, "verify")
+    if verifier != "auto":
+        verifiers.build(verifier)
+
+
+def _check_numerics(numerics: Numerics, weights: str) -> None:
+    if not isinstance(numerics, str) or numerics not in get_args(Numerics):
+        raise unknown("numerics", numerics, get_args(Numerics))
+    if numerics == "fastest" and is_quantized(weights):
+        raise ConfigError(
+            f"{weights} weights are multiplied by row-invariant kernels; leave out numerics 'fastest', or the weights."
+        )
+
+
+def _check_proposal(name: str) -> None:
+    if not isinstance(name, str) or name not in ("auto", *get_args(Proposal)):
+        raise unknown("proposal", name, ("auto", *get_args(Proposal)))
 
 
 def _check_part(name: str, spec: object, method: str) -> None:

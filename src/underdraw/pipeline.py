@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 
 import torch
@@ -27,12 +26,12 @@ from underdraw.engine.slot_batch import BatchParts
 from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.history import History, StepResult
 from underdraw.models.hub import HubOptions
-from underdraw.models.loading import load_model, open_model, read_saved_choices, resolve_placement, resolve_weights
+from underdraw.models.loading import CheckModel, load_model, open_for_loading, read_saved_choices, resolve_placement
 from underdraw.models.saving import save_checkpoint, upload_folder, write_model_card
 from underdraw.nn.numerics import Numerics
 from underdraw.nn.quantized_weight import WeightFormat
 from underdraw.output import OutputType, PipelineOutput, Stats, check_pixels, decode_images
-from underdraw.parts import PipelineParts
+from underdraw.parts import PipelineParts, check_parts, check_runtime
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Drafter, Prompt, TreePolicy, Verifier
 from underdraw.request import (
@@ -66,7 +65,6 @@ class Pipeline(PipelineParts):
     """Text to images. `drafter`, `tree`, `verifier` and `proposal` may be set at any time, by name or as objects."""
 
     max_batch = 16  # images that a call draws at once
-    _progress_bar: Mapping[str, Any] = MappingProxyType({})  # options of tqdm
 
     @classmethod
     def from_pretrained(
@@ -83,6 +81,7 @@ class Pipeline(PipelineParts):
         compile: Compile = "auto",
         numerics: Numerics = "row-invariant",
         weights: Literal["auto"] | WeightFormat = "auto",
+        check: CheckModel | None = None,
         **hub_options: Any,
     ) -> Pipeline:
         """Load a checkpoint: "tiny", a folder or file, or an `owner/name` of the Hugging Face hub.
@@ -92,8 +91,8 @@ class Pipeline(PipelineParts):
         captured as CUDA graphs and replayed ("capture"), with "fastest" numerics compiled before that ("on"), or
         eagerly ("off"); "auto" is "on". `numerics` is "row-invariant" (the same seed gives the same image with every
         tree and batch) or "fastest". `weights` quantises the matrices of the decoder while they are read: "int8", "fp8"
-        or "int4"; "auto" is what the checkpoint was saved with, else "full". The hub options are `revision`, `token`,
-        `cache_dir` and `local_files_only`.
+        or "int4"; "auto" is what the checkpoint was saved with, else "full". `check` may refuse a model before its
+        weights are downloaded or read. The hub options are `revision`, `token`, `cache_dir` and `local_files_only`.
         """
         placement = resolve_placement(device, dtype)
         if torch_dtype is not None:
@@ -101,8 +100,9 @@ class Pipeline(PipelineParts):
                 raise ConfigError(f"dtype {dtype} and torch_dtype {torch_dtype} differ; pass one of them.")
             placement = resolve_placement(device, torch_dtype)
         _check_options("from_pretrained", hub_options, [field.name for field in dataclasses.fields(HubOptions)])
-        checkpoint = open_model(model, HubOptions(**hub_options))
-        placement = dataclasses.replace(placement, weights=resolve_weights(checkpoint, weights))
+        check_parts(drafter=drafter, tree=tree, verifier=verifier, proposal=proposal)
+        check_runtime(placement.device, compile, numerics, weights)
+        checkpoint, placement = open_for_loading(model, HubOptions(**hub_options), placement, weights, drafter, check)
         loaded = load_model(checkpoint, placement)
         saved = read_saved_choices(checkpoint, loaded)
         return cls(
@@ -318,24 +318,17 @@ class Pipeline(PipelineParts):
 
     def plain(self) -> Pipeline:
         """The same model without speculation: one token per pass, the tokens that `exact` reproduces."""
-        pipe = Pipeline(
-            self.model,
-            drafter="forced",
-            tree="none",
-            verifier="exact",
-            compile=self.compile,
-            numerics=self.model.target.numerics,
-        )
+        parts = {"drafter": "forced", "tree": "none", "verifier": "exact"}
+        pipe = Pipeline(self.model, **parts, compile=self.compile, numerics=self.model.target.numerics)
         pipe.graphs, pipe.max_batch = self.graphs, self.max_batch  # what is captured stays captured
         pipe.set_progress_bar_config(**self._progress_bar)
         return pipe
 
     def prompts(self, request: GenerationRequest) -> list[Prompt]:
         """The tokenized prompts of a request."""
-        return [
-            self.model.make_prompt(text, negative, request.size)
-            for text, negative in zip(request.prompts, request.negative_prompts, strict=True)
-        ]
+        pairs = zip(request.prompts, request.negative_prompts, strict=True)
+        with self._library_bars():
+            return [self.model.make_prompt(text, negative, request.size) for text, negative in pairs]
 
     def sampler(self, request: GenerationRequest) -> Sampler:
         """Noise, temperature and filters of a request."""
@@ -362,11 +355,8 @@ class Pipeline(PipelineParts):
         }
 
     def sample_request(self, images: int) -> GenerationRequest:
-        return self.request("red fox", num_images_per_prompt=images, seed=0)
-
-    def set_progress_bar_config(self, **options: Any) -> None:
-        """Options of tqdm for the progress bar, such as `disable=True`; by default it is shown on a terminal only."""
-        self._progress_bar = options
+        size = self.model.sizes[0]  # also of models without a default size
+        return self.request("red fox", height=size.height, width=size.width, num_images_per_prompt=images, seed=0)
 
     def _progress(self, histories: Sequence[History]) -> Any:
         """A progress bar over the tokens of a call; the first token of each image comes with the prefill."""
@@ -379,16 +369,18 @@ class Pipeline(PipelineParts):
 
     def decode_images(self, histories: Sequence[History], output_type: OutputType = "pil") -> Any:
         """Images of the recorded tokens; cells without a token are grey."""
-        return decode_images(self.model.image_tokenizer, histories, self.device, output_type)
+        with self._library_bars():
+            return decode_images(self.model.image_tokenizer, histories, self.device, output_type)
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write the checkpoint's files and the names of drafter, tree and verifier into a new folder."""
         choices, drafter_folder = self._choices()
-        return save_checkpoint(self.model, choices, folder, drafter_folder)
+        with self._library_bars():
+            return save_checkpoint(self.model, choices, folder, drafter_folder)
 
     def push_to_hub(self, name: str, *, token: str | None = None, private: bool = False) -> str:
         """Upload what `save_pretrained` writes and a model card to the Hugging Face hub; returns the address."""
-        with tempfile.TemporaryDirectory() as temporary:
+        with tempfile.TemporaryDirectory() as temporary, self._library_bars():
             folder = self.save_pretrained(Path(temporary) / "model")
             write_model_card(self.model, folder, name)
             return upload_folder(folder, name, token=token, private=private)

@@ -1,4 +1,4 @@
-"""The ComfyUI nodes, run by a stub of ComfyUI's documented V3 API (tests/comfy_stub.py)."""
+"""The ComfyUI nodes, run by a stub of ComfyUI's V3 API (tests/comfy_stub.py)."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def test_acceptance_map_shows_what_was_accepted(comfy: ComfyStub, model: Pipelin
     size = maps.shape[1] // accepted.shape[0]
     cells = maps[0, ::size, ::size]
     assert torch.equal(cells.repeat_interleave(size, 0).repeat_interleave(size, 1), maps[0])
-    colours = {(int(count), *colour) for count, colour in zip(accepted.flat, cells.flatten(0, 1).tolist(), strict=True)}
-    assert len(colours) == len({count for count, *_ in colours}) > 1
+    colours = {
+        (int(count), tuple(cell)) for count, cell in zip(accepted.flat, cells.flatten(0, 1).tolist(), strict=True)
+    }
+    assert len(colours) == len({count for count, _ in colours}) == len({colour for _, colour in colours}) > 1
 
 
 def test_sampling_options_reach_the_model(comfy: ComfyStub, model: Pipeline, pipe: Pipeline) -> None:
@@ -55,18 +57,24 @@ def test_sampling_options_reach_the_model(comfy: ComfyStub, model: Pipeline, pip
     assert torch.equal(images, torch.from_numpy(expected.images))
 
 
-def test_progress_and_previews(comfy: ComfyStub, model: Pipeline) -> None:
-    """Progress grows to its total; every second pass shows the image as far as it is drawn."""
+def test_progress_and_previews(comfy: ComfyStub, model: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress grows to its total; every second pass but the last shows the image so far, if there is time."""
+    monkeypatch.setattr(comfy.module, "PREVIEW_SHARE", 1.0)
     images, _, _ = comfy.execute("UnderdrawDraw", model=model, prompt="fox", seed=3, preview_every=2)
     values = [value for value, _, _ in comfy.progress]
     assert values == sorted(values) and values[-1] == comfy.progress[0][1]
     previews = [preview for _, _, preview in comfy.progress]
-    assert [preview is not None for preview in previews] == [index % 2 == 1 for index in range(len(previews))]
+    last = len(previews) - 1
+    assert [preview is not None for preview in previews] == [
+        index % 2 == 1 and index < last for index in range(last + 1)
+    ]
     kind, first, _ = previews[1]
     assert kind == "JPEG" and isinstance(first, Image.Image) and first.size == (images.shape[2], images.shape[1])
-    comfy.progress.clear()
-    comfy.execute("UnderdrawDraw", model=model, prompt="fox", seed=3, preview_every=0)
-    assert all(preview is None for _, _, preview in comfy.progress)
+    for share, every, count in ((0.0, 2, 1), (1.0, 0, 0)):
+        monkeypatch.setattr(comfy.module, "PREVIEW_SHARE", share)
+        comfy.progress.clear()
+        comfy.execute("UnderdrawDraw", model=model, prompt="fox", seed=3, preview_every=every)
+        assert sum(preview is not None for _, _, preview in comfy.progress) == count
 
 
 def test_cancel_ends_the_drawing(comfy: ComfyStub, model: Pipeline) -> None:
@@ -81,9 +89,15 @@ def test_cancel_ends_the_drawing(comfy: ComfyStub, model: Pipeline) -> None:
 
 
 def test_wrong_size_is_one_sentence(comfy: ComfyStub, model: Pipeline) -> None:
-    with pytest.raises(ConfigError, match="33"):
-        comfy.execute("UnderdrawDraw", model=model, prompt="fox", width=33, height=33)
+    for sides, size in (({"width": 33}, "12x33"), ({"height": 33}, "33x12")):
+        with pytest.raises(ConfigError, match=f"cannot generate {size}"):
+            comfy.execute("UnderdrawDraw", model=model, prompt="fox", seed=3, **sides)
     assert not comfy.progress
+
+
+def test_loaded_weights_can_be_trained(model: Pipeline) -> None:
+    """ComfyUI runs nodes in inference mode, whose tensors raise errors in autograd."""
+    assert not any(parameter.is_inference() for parameter in model.model.target.net.parameters())
 
 
 def test_documented_workflow_runs(comfy: ComfyStub, small_model: Path) -> None:
@@ -97,6 +111,9 @@ def test_documented_workflow_runs(comfy: ComfyStub, small_model: Path) -> None:
 
 
 def test_package_is_described_for_the_registry() -> None:
+    """Dependencies are in pyproject.toml for the registry and pip, in requirements.txt for ComfyUI-Manager."""
     described = pytest.importorskip("tomllib").loads((FOLDER / "pyproject.toml").read_text())
-    assert described["project"]["dependencies"] == ["underdraw"]
+    assert described["project"]["dependencies"] == ["underdraw[families]"]
+    assert (FOLDER / "requirements.txt").read_text().split() == described["project"]["dependencies"]
     assert described["tool"]["comfy"].keys() >= {"PublisherId", "DisplayName"}
+    assert described["tool"]["setuptools"] == {"packages": [], "py-modules": []}  # pip installs no module `nodes`

@@ -12,6 +12,9 @@ import torch
 from diffusers import DiffusionPipeline, GlmImagePipeline
 from transformers import BatchFeature, GlmImageProcessor
 
+from benchmarks.glm_image_pixels import write_glm_image_pixels
+from underdraw.integrations import transformers as integration
+
 FOLDER = Path(__file__).parents[2] / "integrations" / "diffusers"
 SIZE = {"height": 64, "width": 96}  # 2 x 3 codes; the small grid before them has 13 x 19
 
@@ -40,7 +43,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """A folder of the diffusers pipeline, and the parts that are handed over instead of loaded."""
     folder = tmp_path_factory.mktemp("glm") / "GLM-Image"
     model = newer_checkpoint_writers.write_glm_image(folder)
-    newer_checkpoint_writers.write_glm_image_pixels(folder)
+    write_glm_image_pixels(folder)
     shutil.rmtree(folder / "processor")
     model.generation_config.update(eos_token_id=None, pad_token_id=76, suppress_tokens=list(range(64, 72)))
     return folder, {"vision_language_encoder": model, "processor": FixedPrompt()}
@@ -82,3 +85,24 @@ def test_sampled_tokens_depend_on_the_generator_alone(parts: tuple[Path, dict[st
     assert plain.shape == (2, 4 * 2 * 3) and not torch.equal(plain[0], plain[1])
     assert torch.equal(plain, prior_tokens(pipe)) and not torch.equal(plain, prior_tokens(pipe, seed=4))
     assert "generate" not in vars(pipe.vision_language_encoder)  # as it was before
+    assert ("auto", "chain:depth=6") in integration._WRAPPED[pipe.vision_language_encoder]._pipelines  # it was used
+
+
+def test_documented_call_runs(parts: tuple[Path, dict[str, Any]]) -> None:
+    """The block of docs/integrations.md, with small weights on the CPU."""
+    page = (FOLDER.parents[1] / "docs" / "integrations.md").read_text()
+    block = page.partition("## diffusers")[2].partition("```py\n")[2].partition("```")[0]
+    replaced = {
+        '"zai-org/GLM-Image"': "folder",
+        '"integrations/diffusers"': repr(str(FOLDER)),
+        "dtype=torch.bfloat16": "**parts",
+        '.to("cuda")': "",
+        'Generator("cuda")': 'Generator("cpu")',
+        "height=1024, width=1024": "num_inference_steps=2, height=64, width=96",
+    }
+    for old, new in replaced.items():
+        assert block.count(old) == 1, old
+        block = block.replace(old, new)
+    names: dict[str, Any] = {"folder": parts[0], "parts": parts[1]}
+    exec(compile(block, "docs/integrations.md", "exec"), names)
+    assert names["image"].size == (96, 64) and type(names["pipe"]).__name__ == "UnderdrawGlmImagePipeline"

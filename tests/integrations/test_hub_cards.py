@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import author_layouts
+import checkpoint_writers
 import pytest
 import small_checkpoint
 from fake_hub import FakeHub
@@ -99,10 +101,42 @@ def test_cards_name_the_licence_of_published_models(hub: FakeHub) -> None:
     Pipeline.from_pretrained("tiny", drafter="jacobi").push_to_hub("me/tiny")
     data, _ = uploaded_card(hub, "me/tiny")
     assert "base_model" not in data and data["license"] == "other"
-    assert data["license_name"] == "CC-BY-4.0 AND CC0-1.0 AND MIT"
+    assert data["license_name"] == "cc-by-4.0-and-cc0-1.0-and-mit" and "license_link" not in data
+
+
+def test_cards_of_published_models(hub: FakeHub, tmp_path: Path) -> None:
+    """Licences that are no identifiers of the hub are linked, and files of others are named."""
+    author_layouts.write_deepseek_janus(tmp_path / "janus", checkpoint_writers.write_janus(tmp_path / "converted"))
+    hub.add("deepseek-ai/Janus-Pro-1B", tmp_path / "janus")
+    Pipeline.from_pretrained("deepseek-ai/Janus-Pro-1B", drafter="jacobi").push_to_hub("me/janus")
+    data, text = uploaded_card(hub, "me/janus")
+    assert data["base_model"] == "deepseek-ai/Janus-Pro-1B" and data["license_name"] == "deepseek-model-license"
+    assert data["license_link"] == "https://huggingface.co/deepseek-ai/Janus-Pro-1B" and "companions" not in text
+    author_layouts.write_baai_emu3(tmp_path / "emu3", tmp_path / "images")
+    hub.add("BAAI/Emu3-Gen", tmp_path / "emu3")
+    hub.add("BAAI/Emu3-VisionTokenizer", tmp_path / "images")
+    Pipeline.from_pretrained("BAAI/Emu3-Gen", drafter="jacobi").push_to_hub("me/emu3")
+    data, text = uploaded_card(hub, "me/emu3")
+    assert data["license"] == "apache-2.0" and "emu3" in data["tags"]
+    assert "`companions` holds files of `BAAI/Emu3-VisionTokenizer`, under their own licences." in text
 
 
 def test_model_cards_with_metadata_stay_as_they_are(hub: FakeHub, bare: Path) -> None:
     (bare / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n")
     Pipeline.from_pretrained(bare, drafter="jacobi").push_to_hub("me/mine")
     assert uploaded_card(hub, "me/mine") == ({"license": "mit"}, "\n# Mine\n")
+
+
+def test_documented_upload_runs(
+    hub: FakeHub, bare: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block of docs/integrations.md, with a small model under the published name."""
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    block = page.partition("## The Hugging Face hub")[2].partition("```py\n")[2].partition("```")[0]
+    hub.add("deepseek-community/Janus-Pro-1B", bare)
+    monkeypatch.chdir(tmp_path)
+    trained.rename("drafter")
+    names: dict[str, Pipeline] = {}
+    exec(compile(block, "docs/integrations.md", "exec"), names)
+    assert uploaded_card(hub, "me/janus-drafter")[0]["base_model"] == "deepseek-community/Janus-Pro-1B"
+    assert names["pipe"].drafter_name == "me/janus-drafter"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkpoint_writers
 import newer_checkpoint_writers
+import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from underdraw.errors import ConfigError, UnsupportedError
+from underdraw.integrations import transformers as integration
 from underdraw.integrations.transformers import custom_generate
+from underdraw.pipeline import Pipeline
 
 START, PAD, IMAGE_START = 1, 2, 4  # of the small Janus
 
@@ -53,6 +59,10 @@ def emu3_inputs() -> dict[str, Any]:
     }
 
 
+@pytest.mark.skipif(
+    (5, 13) <= tuple(int(part) for part in transformers.__version__.split(".")[:2]) <= (5, 17),
+    reason="these versions of transformers cannot draw with Janus by themselves",
+)
 @pytest.mark.parametrize("tree", ["none", "chain:depth=5", "auto"])
 def test_greedy_janus_equals_transformers(janus: Any, tree: str) -> None:
     expected = janus.generate(**janus_inputs(), generation_mode="image", do_sample=False)
@@ -83,13 +93,42 @@ def test_sampled_tokens_do_not_depend_on_the_tree(janus: Any) -> None:
     assert torch.equal(first, janus.generate(**janus_inputs(), **options))
 
 
+@pytest.mark.parametrize("family", ["janus", "emu3"])
+def test_sampled_tokens_are_those_of_the_pipeline(family: str, tmp_path: Path) -> None:
+    """underdraw's own plain decoding of the same seeds, guidance, temperature, top-k and top-p."""
+    model = getattr(checkpoint_writers, f"write_{family}")(tmp_path / family)
+    pipe = Pipeline.from_pretrained(tmp_path / family, drafter="jacobi", tree="none", device="cpu")
+    sampling: dict[str, Any] = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
+    expected = pipe("a red fox", num_images_per_prompt=2, seed=5, guidance_scale=3.0, output_type="codes", **sampling)
+    prompt = pipe.prompts(pipe.request("a red fox"))[0]
+    ids, negative = (torch.tensor([row]).repeat(2, 1) for row in (prompt.condition, prompt.unconditional))
+    options: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": True, "seed": 5, "guidance": 3.0}
+    if family == "emu3":
+        options |= {"negative_prompt_ids": negative, "guidance_scale": 2.0, "image_size": (4, 4), "max_new_tokens": 1}
+    drawn = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), tree="chain:depth=6", **options, **sampling
+    )
+    layout = pipe.model.make_layout(pipe.model.sizes[0])
+    tokens = torch.tensor(np.stack([history.tokens for history in expected.histories]))
+    assert torch.equal(drawn[:, -layout.steps :], tokens - (layout.codes.start if family == "janus" else 0))
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+def test_many_rows_take_turns(janus: Any) -> None:
+    """More than a pipeline draws at once, with the default tree, which is chosen by measured costs."""
+    inputs = {name: tensor.repeat(9, 1) for name, tensor in janus_inputs().items()}
+    options: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": True, "seed": 5}
+    drawn = janus.generate(**inputs, **options)
+    assert torch.equal(drawn, janus.generate(**inputs, **options, tree="none")) and drawn.shape == (18, 16)
+
+
 @pytest.mark.parametrize("family", ["janus", "emu3", "chameleon"])
 def test_predictable_image_takes_few_passes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of the benchmark: most cells follow the row above, so most drafts are right, and tokens stay equal."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import grid_models
+    import grid_families
 
-    model = grid_models.FAMILIES[family](grid_models.Sizes(192, 384, 2, 2, side=8))
+    model = grid_families.FAMILIES[family](grid_families.Sizes(192, 384, 2, 2, side=8))
     model.scale_noise(0.3)
     accuracy = model.fit_head(cells=4096)
     expected = model.draw_plain(do_sample=False)
@@ -115,7 +154,8 @@ def test_left_padding_is_ignored(janus: Any) -> None:
     assert torch.equal(janus.generate(input_ids=padded, attention_mask=mask, **options), expected)
 
 
-def test_chameleon_draws_codes() -> None:
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_chameleon_draws_codes(guidance: float) -> None:
     """transformers hides image tokens from Chameleon's outputs; here its head is read without that mask."""
     from transformers import ChameleonConfig, ChameleonForConditionalGeneration
 
@@ -134,12 +174,14 @@ def test_chameleon_draws_codes() -> None:
     model = ChameleonForConditionalGeneration(config).eval()
     checkpoint_writers.randomise(model, 3)
     ids = torch.tensor([[0, 8905, 8906, 8710, 8197]])
-    drawn = model.generate(input_ids=ids, custom_generate=custom_generate, do_sample=False, max_new_tokens=16)
-    row = ids
+    options: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": False, "max_new_tokens": 16}
+    drawn = model.generate(input_ids=ids, guidance=guidance, **options)
+    row, start = ids, torch.tensor([[0, 8197]])  # without text: the image's start after that of the text
     with torch.no_grad():
         for _ in range(drawn.shape[1] - ids.shape[1]):
-            logits = model.lm_head(model.model(input_ids=row).last_hidden_state[:, -1])[:, 4:8196]
-            row = torch.cat([row, 4 + logits.argmax(-1, keepdim=True)], 1)
+            rows = (row, torch.cat([start, row[:, ids.shape[1] :]], 1))
+            cond, uncond = (model.lm_head(model.model(input_ids=r).last_hidden_state[:, -1])[:, 4:8196] for r in rows)
+            row = torch.cat([row, 4 + (uncond + guidance * (cond - uncond)).argmax(-1, keepdim=True)], 1)
     assert torch.equal(drawn, row)
 
 
@@ -170,6 +212,45 @@ def test_missing_image_size_is_one_sentence(emu3: Any) -> None:
 def test_processors_that_would_be_ignored_are_refused(janus: Any) -> None:
     with pytest.raises(UnsupportedError, match="RepetitionPenaltyLogitsProcessor"):
         janus.generate(**janus_inputs(), custom_generate=custom_generate, repetition_penalty=1.5)
+    with pytest.raises(UnsupportedError, match="num_beams 3"):  # transformers would repeat the rows
+        janus.generate(**janus_inputs(), custom_generate=custom_generate, num_beams=3)
+
+
+def test_copied_weights_follow_a_cast(janus: Any) -> None:
+    model = copy.deepcopy(janus)
+    copied = integration._wrap(model)
+    assert integration._wrap(model) is copied
+    cast = integration._wrap(model.bfloat16())
+    dtypes = [next(wrapped.loaded.target.net.parameters()).dtype for wrapped in (copied, cast)]
+    assert dtypes == [torch.float32, torch.bfloat16]
+
+
+def test_copied_weights_follow_training(janus: Any) -> None:
+    model = copy.deepcopy(janus)
+    options: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": False}
+    before = model.generate(**janus_inputs(), **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)  # as an optimizer does, in place
+    after = model.generate(**janus_inputs(), **options)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, copy.deepcopy(model).generate(**janus_inputs(), **options))
+
+
+def test_weights_that_are_elsewhere_are_refused(janus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloaded, quantised and adapted models say so instead of failing over a tensor's name."""
+    model = copy.deepcopy(janus)
+    monkeypatch.setattr(model, "_hf_hook", SimpleNamespace(execution_device="cuda:0"), raising=False)
+    with pytest.raises(UnsupportedError, match="offloaded"):
+        model.generate(**janus_inputs(), custom_generate=custom_generate)
+    monkeypatch.delattr(model, "_hf_hook")
+    monkeypatch.setattr(model, "is_quantized", True, raising=False)
+    with pytest.raises(UnsupportedError, match="quantised"):
+        model.generate(**janus_inputs(), custom_generate=custom_generate)
+    monkeypatch.delattr(model, "is_quantized")
+    model.lm_head = torch.nn.ModuleDict({"base_layer": model.lm_head})
+    with pytest.raises(UnsupportedError, match="merge_and_unload"):
+        model.generate(**janus_inputs(), custom_generate=custom_generate)
 
 
 def test_other_models_are_refused() -> None:

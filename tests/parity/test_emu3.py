@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from underdraw.errors import CheckpointError, UnsupportedError
-from underdraw.models.emu3 import NEGATIVE_PROMPT, TEXT_PATTERN, list_sizes, special_tokens
+from underdraw.models.emu3 import NEGATIVE_PROMPT, list_sizes, special_tokens
 from underdraw.models.family import ImageSize
 from underdraw.models.text_tokenizers import load_text_tokenizer
 from underdraw.pipeline import Pipeline
@@ -178,14 +178,19 @@ def test_attention_heads_of_the_image_tokenizer_are_not_ignored(emu3: ParityCase
         parity_cases.load(tmp_path / "emu3")
 
 
-def test_text_is_split_as_by_the_authors(tmp_path: Path) -> None:
-    """The tokenizer.json of the conversion splits digits in threes; the authors split them singly."""
+def test_text_is_split_as_by_the_authors(emu3: ParityCase, tmp_path: Path) -> None:
+    """The tokenizer.json of the conversion splits digits in threes; the authors split them singly, and compose text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocabulary = {**alphabet, "12": len(alphabet), "123": len(alphabet) + 1}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("1", "2"), ("12", "3")]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_text_tokenizer(tmp_path / "tokenizer.json").encode("123") == [vocabulary["123"]]
-    assert load_text_tokenizer(tmp_path / "tokenizer.json", TEXT_PATTERN).encode("123") == [alphabet[d] for d in "123"]
+    folder = shutil.copytree(emu3.path, tmp_path / "emu3")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert load_text_tokenizer(folder / "tokenizer.json").encode("123") == [vocabulary["123"]]
+    model = parity_cases.load(folder)
+    digits, composed, decomposed = (
+        model.make_prompt(text, None, model.sizes[0]).condition for text in ("123", "caf\u00e9", "cafe\u0301")
+    )
+    assert digits[1:4] == tuple(alphabet[digit] for digit in "123") and composed == decomposed

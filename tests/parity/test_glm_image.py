@@ -166,6 +166,15 @@ def test_saved_pipeline_draws_the_same_image(glm_image: ParityCase, tmp_path: Pa
     assert torch.equal(copy(PROMPT_TEXT, **options).images, pipe(PROMPT_TEXT, **options).images)
 
 
+def test_folder_of_a_custom_pipeline_loads(glm_image: ParityCase, tmp_path: Path) -> None:
+    """As diffusers saves the one of integrations/diffusers."""
+    folder = shutil.copytree(glm_image.path, tmp_path / "glm")
+    custom = "UnderdrawGlmImagePipeline"
+    for name, matches in ((custom, True), (["pipeline", custom], True), ("FluxPipeline", False), ([], False)):
+        (folder / "model_index.json").write_text(json.dumps({"_class_name": name}))
+        assert family.matches(open_checkpoint(folder)) == matches
+
+
 def test_smallest_image_with_the_default_tree(glm_image: ParityCase) -> None:
     """Two codes a row, fewer than policies usually see."""
     options = {"height": 64, "width": 64, "seed": 2, "output_type": "codes"}

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import newer_checkpoint_writers
 import pytest
 import torch
 from parity_cases import ParityCase
 
+from benchmarks.glm_image_pixels import write_glm_image_pixels
 from underdraw.errors import UnsupportedError
 from underdraw.history import History
 from underdraw.models.glm_image_pixels import prior_token_ids
@@ -26,7 +26,7 @@ def whole(glm_image: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> tu
     """A folder with every part of the pipeline, and diffusers' pipeline without the autoregressive part."""
     pytest.importorskip("diffusers")
     folder = shutil.copytree(glm_image.path, tmp_path_factory.mktemp("whole") / "GLM-Image")
-    return folder, newer_checkpoint_writers.write_glm_image_pixels(folder)
+    return folder, write_glm_image_pixels(folder)
 
 
 def test_each_code_becomes_four() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from commands import call
 from fake_hub import FakeHub
 from parity_cases import CPU
 
+from underdraw.cli.options import stopped_by_downloads
 from underdraw.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 from underdraw.models.checkpoint import open_checkpoint
 from underdraw.models.hub import RepositoryFile, select_weights
 from underdraw.models.inspect import inspect
-from underdraw.models.loading import load_model, open_model
+from underdraw.models.loading import detect_family, load_model, open_model
 from underdraw.pipeline import Pipeline
 
 LUMINA_512, LUMINA_768 = "Alpha-VLLM/Lumina-mGPT-7B-512", "Alpha-VLLM/Lumina-mGPT-7B-768"
@@ -83,6 +85,15 @@ def test_other_models_are_refused_before_their_weights_are_downloaded(fake_hub: 
     assert fake_hub.downloaded("owner/gpt") == ["config.json"]
 
 
+def test_large_pickles_of_other_models_are_not_downloaded_to_be_inspected(fake_hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    fake_hub.add("owner/gpt", tmp_path / "gpt", {"pytorch_model.bin": 34_000_000_000})
+    done = call("models", "inspect", "owner/gpt")
+    assert done.code == 2 and "owner/gpt is not supported: it is neither a model" in done.err
+    assert fake_hub.downloaded("owner/gpt") == ["config.json"]
+
+
 def test_folders_of_a_diffusers_pipeline_are_downloaded(fake_hub: FakeHub, tmp_path: Path) -> None:
     """zai-org/GLM-Image has no config.json of its own; its parts are in subfolders."""
     (tmp_path / "glm").mkdir()
@@ -95,12 +106,48 @@ def test_folders_of_a_diffusers_pipeline_are_downloaded(fake_hub: FakeHub, tmp_p
     assert set(fake_hub.downloaded("zai-org/GLM-Image")) == {*weights, "model_index.json"} - {"other/model.safetensors"}
 
 
+def test_weights_for_pixels_are_not_downloaded_without_diffusers(
+    fake_hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Codes need none of them."""
+    newer_checkpoint_writers.write_glm_image(tmp_path / "glm")
+    sizes = {f"{folder}/model.safetensors": 10**18 for folder in ("text_encoder", "transformer", "vae")}
+    fake_hub.add("zai-org/GLM-Image", tmp_path / "glm", sizes)
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    pipe = Pipeline.from_pretrained("zai-org/GLM-Image", drafter="jacobi", tree="none", device="cpu")
+    assert pipe("a red fox", height=64, width=64, output_type="codes").images.shape == (1, 2, 2)
+    assert not sizes.keys() & set(fake_hub.downloaded("zai-org/GLM-Image"))
+    (warning,) = (message for message in caplog.messages if "is downloaded without" in message)
+    assert "text_encoder, transformer, vae" in warning and "pip install 'underdraw[glm-image]'" in warning
+
+
+def test_configuration_of_the_working_directory_is_not_the_repositorys(
+    fake_hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository of one file and nothing else, asked for in a folder that happens to hold another model."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    monkeypatch.chdir(tmp_path)
+    path, _ = checkpoint_writers.write_llamagen(tmp_path / "c2i", "c2i")
+    fake_hub.add("owner/c2i")
+    fake_hub.files["owner/c2i"] = {"c2i_XL_64.pt": path}
+    assert detect_family(open_model("owner/c2i")).name == "llamagen"
+    assert "model, llamagen" in call("models", "inspect", "owner/c2i").out
+
+
 def test_several_models_in_one_repository_need_a_file_name(fake_hub: FakeHub) -> None:
     sizes = {"t2i_XL_stage1_256.pt": 3, "t2i_XL_stage2_512.pt": 3, "vq_ds16_t2i.pt": 1}
     fake_hub.add("peizesun/llamagen_t2i", sizes=sizes)
-    with pytest.raises(ConfigError, match=r"several models.*peizesun/llamagen_t2i/t2i_XL_stage1_256\.pt"):
+    with pytest.raises(ConfigError, match=r"several models.*peizesun/llamagen_t2i/t2i_XL_stage1_256\.pt") as error:
         open_model("peizesun/llamagen_t2i")
+    assert "vq_ds16_t2i.pt" not in str(error.value)
     assert not fake_hub.downloads
+
+
+def test_one_model_beside_its_image_tokenizer_is_not_several(fake_hub: FakeHub, tmp_path: Path) -> None:
+    path, _ = checkpoint_writers.write_llamagen(tmp_path / "c2i", "c2i")
+    fake_hub.files["owner/c2i"] = {"c2i_XL_64.pt": path, "vq_ds16_c2i.pt": path.parent / "vq_ds16_c2i.pt"}
+    assert load_model(open_model("owner/c2i"), CPU).family == "llamagen"
+    assert fake_hub.downloaded("owner/c2i") == ["c2i_XL_64.pt", "vq_ds16_c2i.pt"]
 
 
 def test_download_larger_than_the_disk_is_refused(fake_hub: FakeHub, tmp_path: Path) -> None:
@@ -114,7 +161,27 @@ def test_download_larger_than_the_disk_is_refused(fake_hub: FakeHub, tmp_path: P
 
 def test_download_says_its_size(lumina_hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
     open_model(LUMINA_768)
-    assert any(f"GB of {LUMINA_768} (2 files)" in message for message in caplog.messages)
+    assert any(f"MB of {LUMINA_768} (2 files)" in message for message in caplog.messages)
+
+
+def test_spinner_of_commands_makes_room_for_progress_bars(lumina_hub: FakeHub) -> None:
+    stops: list[str] = []
+    with stopped_by_downloads(lambda: stops.append("stopped")):
+        open_model(LUMINA_768)
+        assert stops == ["stopped"]
+    open_model(LUMINA_512)
+    assert stops == ["stopped"]
+
+
+def test_download_of_one_file_says_its_size(fake_hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+    fake_hub.add("peizesun/llamagen_t2i", sizes={"t2i_XL_stage1_256.pt": 3_100_000_000, "vq_ds16_t2i.pt": 10**18})
+    open_checkpoint("peizesun/llamagen_t2i/t2i_XL_stage1_256.pt")
+    assert any("3.1 GB of peizesun/llamagen_t2i (t2i_XL_stage1_256.pt)" in message for message in caplog.messages)
+    with pytest.raises(CapacityError, match=r"llamagen_t2i needs 1000000000\.0 GB of downloads"):
+        open_checkpoint("peizesun/llamagen_t2i/vq_ds16_t2i.pt")
+    with pytest.raises(CheckpointError, match=r"has no file t2i_XL\.pt but t2i_XL_stage1_256\.pt, vq_ds16_t2i\.pt"):
+        open_checkpoint("peizesun/llamagen_t2i/t2i_XL.pt")
+    assert fake_hub.downloaded("peizesun/llamagen_t2i") == ["t2i_XL_stage1_256.pt"]
 
 
 def test_lumina_512_takes_its_text_tokenizer_from_768(lumina_hub: FakeHub) -> None:
@@ -141,6 +208,14 @@ def test_lumina_of_unknown_size_is_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"which image size.*768x768, 512x512, 1024x1024"):
         model.resolve_size(None, None)
     assert str(model.resolve_size(512, 512)) == "512x512" and str(model.resolve_size(1024, 1024)) == "1024x1024"
+    assert "do not name the image size" in call("models", "inspect", str(tmp_path / "mine")).out
+
+
+def test_lumina_of_unknown_size_can_be_measured(tmp_path: Path) -> None:
+    """For servers, and for calls of many images: costs are those of one of its sizes."""
+    checkpoint_writers.write_lumina(tmp_path / "mine", side=None)
+    request = Pipeline.from_pretrained(tmp_path / "mine", device="cpu").sample_request(2)
+    assert str(request.size) == "768x768" and len(request.prompts) == 2
 
 
 def test_largest_lumina_image_fits_its_positions(tmp_path: Path) -> None:
@@ -175,6 +250,13 @@ def test_inspecting_a_repository_downloads_no_weights(fake_hub: FakeHub, tmp_pat
     expected = inspect(open_checkpoint(folder)).json()
     assert {**report, "name": "", "drafters": []} == {**expected, "name": "", "drafters": []}
     assert report["bytes"] > 0 and report["memory"]["bfloat16"]["weights"] > 0
+
+
+def test_inspecting_an_uploaded_copy_downloads_no_companions(lumina_hub: FakeHub) -> None:
+    """Its image tokenizer is a pickle, but not what is inspected."""
+    Pipeline.from_pretrained(LUMINA_512).push_to_hub("me/lumina")
+    assert "me/lumina: model, lumina" in call("models", "inspect", "me/lumina").out
+    assert not [name for name in lumina_hub.downloaded("me/lumina") if name.endswith((".safetensors", ".bin"))]
 
 
 def test_drafters_on_the_hub_are_inspected_as_drafters(fake_hub: FakeHub, tmp_path: Path) -> None:

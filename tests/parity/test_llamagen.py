@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import parity_cases
 import pytest
 import reference_networks as reference
 import torch
+from fake_hub import FakeHub
 from parity_cases import ParityCase
 from torch import Tensor
 
@@ -37,6 +39,29 @@ def guided_logits(state: dict[str, Tensor], features: Tensor, codes: Tensor, sca
     prefix = [reference.llamagen_prefix(state, part) for part in (rows, state["cls_embedding.uncond_embedding"])]
     cond, uncond = (reference.llamagen_logits(state, part, mask, codes, SIDE, HEADS) for part in prefix)
     return uncond + scale * (cond - uncond)
+
+
+def test_text_encoder_is_fetched_with_the_model(
+    fake_hub: FakeHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not with the first prompt: it is the largest part, and may be refused or not fit the disk."""
+    checkpoint_writers.write_llamagen_converted(tmp_path / "published" / "LlamaGen-T2I")
+    fake_hub.add("google/flan-t5-xl", tmp_path / "published" / "t5" / "flan-t5-xl", {"tf_model.h5": 11_400_000_000})
+    fake_hub.files["peizesun/llamagen_t2i"] = {"vq_ds16_t2i.pt": tmp_path / "published" / "vq_ds16_t2i.pt"}
+    folder = shutil.copytree(tmp_path / "published" / "LlamaGen-T2I", tmp_path / "mine" / "LlamaGen-T2I")
+    parity_cases.load(folder)
+    assert "model.safetensors" in fake_hub.downloaded("google/flan-t5-xl")
+    assert any("MB of google/flan-t5-xl (model.safetensors)" in message for message in caplog.messages)
+
+
+def test_missing_package_for_text_is_an_error_before_the_encoder_is_fetched(
+    fake_hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = checkpoint_writers.write_llamagen(tmp_path, "t2i")
+    shutil.rmtree(tmp_path / "t5")
+    monkeypatch.setitem(sys.modules, "ftfy", None)
+    with pytest.raises(UnsupportedError, match=r"text for LlamaGen needs the package ftfy.*underdraw\[families\]"):
+        parity_cases.load(path)
 
 
 def test_t5_features_match_the_padded_encoder(t2i: ParityCase) -> None:
@@ -129,6 +154,14 @@ def test_image_size_from_file_name_or_rope_table(tmp_path: Path) -> None:
     assert [str(size) for size in parity_cases.load(path).sizes] == ["256x256", "384x384", "512x512"]
     torch.save({"model": {**state, "freqs_cis": torch.zeros(1 + 256, 32, 2)}}, path)
     assert [str(size) for size in parity_cases.load(path).sizes] == ["256x256"]
+
+
+def test_image_size_of_a_renamed_file_is_not_guessed(tmp_path: Path) -> None:
+    path, _ = checkpoint_writers.write_llamagen(tmp_path, "c2i", name="mine.pt")
+    model = parity_cases.load(path)
+    with pytest.raises(ConfigError, match=r"which image size.*256x256, 384x384, 512x512"):
+        model.resolve_size(None, None)
+    assert str(model.resolve_size(384, 384)) == "384x384"
 
 
 def test_folder_with_several_models_is_an_error(tmp_path: Path) -> None:

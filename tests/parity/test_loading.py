@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkpoint_writers
@@ -24,6 +27,7 @@ from underdraw.models.checkpoint import Checkpoint, open_checkpoint
 from underdraw.models.family import ImageSize
 from underdraw.models.hub import HubOptions, is_hub_id
 from underdraw.models.loading import load_model
+from underdraw.nn.quantized_weight import WeightFormat
 from underdraw.nn.row_invariant import Linear
 from underdraw.pipeline import Pipeline
 from underdraw.registry import families
@@ -61,6 +65,18 @@ def test_wrong_shapes_are_named(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     with pytest.raises(CheckpointError, match=r"has the shape \(\d+, \d+\), but its configuration says"):
         parity_cases.load(folder)
+
+
+@pytest.mark.parametrize("weights", ["full", "int8"])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.vqmodel.decoder.conv_in.weight"])
+def test_integers_without_scales_are_an_error(folder: Path, name: str, weights: WeightFormat) -> None:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        if name in state:
+            state[name] = (state[name] * 40).to(torch.int8)
+
+    edit_shards(folder, change)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} of .* holds int8 values without scales; it is inc"):
+        load_model(open_checkpoint(folder), replace(parity_cases.CPU, weights=weights))
 
 
 @pytest.mark.parametrize("keep", [0, 7, 1000, -1])
@@ -199,6 +215,41 @@ def test_model_is_opened_from_the_hub_cache(tmp_path: Path, anole: ParityCase) -
         open_checkpoint("nobody/nothing", hub)
 
 
+def test_cache_with_one_format_of_weights_is_enough_offline(tmp_path: Path) -> None:
+    """The hub's cache lists all files of a repository; pickles that repeat the weights were not downloaded."""
+    checkpoint_writers.write_llamagen_converted(tmp_path / "converted" / "LlamaGen-T2I")
+    repository, commit = tmp_path / "models--google--flan-t5-xl", "b" * 40
+    snapshot = shutil.copytree(tmp_path / "converted" / "t5" / "flan-t5-xl", repository / "snapshots" / commit)
+    shutil.rmtree(tmp_path / "converted" / "t5")
+    names = [*(path.name for path in snapshot.iterdir()), "pytorch_model-00001-of-00002.bin"]
+    files = {name: {"size": 1, "blob_id": "c" * 40} for name in names}
+    (repository / "trees").mkdir()
+    (repository / "trees" / f"{commit}.json").write_text(json.dumps({"format_version": 1, "files": files}))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    hub = HubOptions(cache_dir=str(tmp_path), local_files_only=True)
+    model = load_model(open_checkpoint(tmp_path / "converted" / "LlamaGen-T2I", hub), parity_cases.CPU)
+    assert isinstance(model.make_prompt("a red fox", None, model.sizes[0]).condition, torch.Tensor)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_unavailable_hub_is_treated_as_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anole: ParityCase, status: int
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    class BusyApi:
+        def __init__(self, **_: Any) -> None: ...
+
+        def model_info(self, *_: Any, **__: Any) -> Any:
+            raise HfHubHTTPError("later", response=SimpleNamespace(status_code=status, headers={}, request=None))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", BusyApi)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(anole.path))
+    assert open_checkpoint("leloy/Anole-7b-v0.1-hf").path == anole.path
+
+
 def test_environment_names_folders_of_companions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "vqgan.ckpt").touch()
@@ -217,6 +268,19 @@ def test_missing_companion_is_an_error(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"also needs vqgan\.ckpt, .*UNDERDRAW_FILES; and leloy/Anole"):
         load_model(checkpoint, parity_cases.CPU)
+
+
+def test_folder_called_tokenizer_is_no_text_tokenizer(tmp_path: Path) -> None:
+    """LANTERN's folder of that name holds an image tokenizer; only whole repositories are saved as folders."""
+    checkpoint_writers.write_anole(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer").mkdir()
+    with pytest.raises(CheckpointError, match=r"has no text tokenizer; put its tokenizer\.json"):
+        parity_cases.load(tmp_path / "model")
+    (tmp_path / "decoder").mkdir()
+    hub = HubOptions(cache_dir=str(tmp_path / "cache"), local_files_only=True)
+    with pytest.raises(CheckpointError, match=r"also needs decoder\.jit"):
+        Checkpoint(tmp_path / "model", "m", hub=hub).find_or_download(["decoder.jit"], "nvidia/Cosmos/decoder.jit")
 
 
 def test_every_family_has_a_small_checkpoint() -> None:

@@ -130,6 +130,7 @@ def test_configuration_distinguishes_versions() -> None:
 
 def test_defaults_sizes_and_shape(lumina2: ParityCase) -> None:
     assert lumina2.model.defaults == SamplingDefaults(4.0, top_k=4096)
+    assert lumina2.model.target.max_positions is None  # the authors have no limit
     sides = [side // lumina.PATCH for size in lumina.list_sizes(768) for side in (size.height, size.width)]
     assert max(sides) == MAX_PATCHES
     with torch.device("meta"):

@@ -71,11 +71,22 @@ def test_lumina_image_sizes() -> None:
         ("Alpha-VLLM/Lumina-mGPT-7B-1024", 1024),
         ("/ckpts/Lumina-mGPT-7B-768-Omni", 768),
         ("/ckpts/mine", None),
+        ("/ckpts/Lumina-mGPT-7B-768/mine", None),
         (".", None),
     ],
 )
 def test_lumina_side_from_its_published_name(name: str, side: int | None) -> None:
     assert lumina.trained_side(Checkpoint(Path(), name)) == side
+    assert lumina.trained_side(Checkpoint(Path(name), ".")) == side
+
+
+def test_lumina_side_of_a_model_that_was_trained_from_another() -> None:
+    """Its configuration may name that one; the path of the hub's cache names this one."""
+    config = {"_name_or_path": "Alpha-VLLM/Lumina-mGPT-7B-768"}
+    cache = Path("/cache/models--Alpha-VLLM--Lumina-mGPT-7B-1024/snapshots/0123abc")
+    assert lumina.trained_side(Checkpoint(cache, ".", config)) == 1024
+    assert lumina.trained_side(Checkpoint(Path(), "Alpha-VLLM/Lumina-mGPT-7B-512", config)) == 512
+    assert lumina.trained_side(Checkpoint(Path("/ckpts/mine"), "mine", config)) == 768
 
 
 @pytest.mark.parametrize("side", [16, 24, 32])

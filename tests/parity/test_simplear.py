@@ -138,6 +138,14 @@ def test_only_cosmos_decoder_is_downloaded(simplear: ParityCase, fake_hub: FakeH
     assert torch.equal(model.image_tokenizer.decode(codes), simplear.model.image_tokenizer.decode(codes))
 
 
+def test_uploaded_copy_needs_no_other_repository(simplear: ParityCase, fake_hub: FakeHub) -> None:
+    """Cosmos's decoder has a suffix of its own, and is downloaded from the copy like its other files."""
+    Pipeline.from_pretrained(simplear.path, drafter="jacobi", tree="none", device="cpu").push_to_hub("me/simplear")
+    model, codes = load_model(open_model("me/simplear"), CPU), random_codes(4).view(1, 2, 2)
+    assert "companions/decoder.jit" in fake_hub.downloaded("me/simplear")
+    assert torch.equal(model.image_tokenizer.decode(codes), simplear.model.image_tokenizer.decode(codes))
+
+
 def test_other_qwen2_models_are_not_taken_for_it(tmp_path: Path) -> None:
     from underdraw.models.checkpoint import Checkpoint
 

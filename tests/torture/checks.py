@@ -14,6 +14,8 @@ from typing import Any
 
 from commands import Result, call
 
+from underdraw.errors import UnderdrawError
+
 MAX_SECONDS = 60.0  # of one command, on a machine that does other things too
 MAX_GROWTH = 2**31  # bytes of the peak of memory over all cases of a test
 
@@ -49,6 +51,17 @@ def run_hostile(*arguments: object, context: object = "") -> Result:
         assert done.err.endswith(f"{errors[0]}\n") and len(errors[0]) < 2000, (context, arguments, done)
     assert time.perf_counter() - start < MAX_SECONDS, (context, arguments)
     return done
+
+
+def refusal(action: Callable[[], object], context: str) -> str | None:
+    """The message with which underdraw refuses a call; None: it did not. Any other error fails the test."""
+    try:
+        action()
+    except UnderdrawError as error:
+        return str(error)
+    except BaseException as error:
+        raise AssertionError(f"{context} raised {error!r}") from error
+    return None
 
 
 def run_cases(count: int, check: Callable[[int], object]) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,11 @@ import pytest
 import torch
 from comfy_stub import ComfyStub
 
-from torture.checks import run_cases
+from torture.checks import refusal, run_cases
 from torture.mutations import SEED, case_random
 from torture.test_python_calls import VALUES
 from underdraw import Pipeline
-from underdraw.errors import ConfigError, UnderdrawError
+from underdraw.errors import ConfigError
 from underdraw.integrations.transformers import custom_generate
 
 CASES, CI_CASES = 120, 24
@@ -52,16 +54,13 @@ def check_case(index: int, model: Any, comfy: ComfyStub, pipe: Pipeline) -> bool
     of_transformers = index % 2 == 0
     name = rng.choice(ARGUMENTS if of_transformers else ("model", *NODE))
     what = f"case {index} of seed {SEED}: {'custom_generate' if of_transformers else 'Draw'} with {name} {value}"
-    try:
-        if of_transformers:
-            call_transformers(model, name, HOSTILE[value])
-        else:
-            call_node(comfy, pipe, name, HOSTILE[value])
-    except UnderdrawError as error:
-        message = str(error)
-    except BaseException as error:
-        raise AssertionError(f"{what} raised {error!r}") from error
-    else:
+    call: Callable[[], None] = (
+        partial(call_transformers, model, name, HOSTILE[value])
+        if of_transformers
+        else partial(call_node, comfy, pipe, name, HOSTILE[value])
+    )
+    message = refusal(call, what)
+    if message is None:
         return True
     assert message.strip() and "\n" not in message, f"{what}: {message}"
     return False

@@ -131,6 +131,7 @@ class WrappedModel:
 
     def __init__(self, model: Any) -> None:
         self.adapter = _find_adapter(model)
+        _check_weights(model)
         self.rows: dict[str, Prompt] = {}
         checkpoint = ModelWeights(
             Path("weights in memory"),
@@ -138,6 +139,7 @@ class WrappedModel:
             config=model.config.to_dict(),
             state=dict(model.state_dict()),
         )
+        self.version = _weights_version(model)
         placement = Placement(model.device, model.dtype)
         self.spec = self.adapter.read_spec(checkpoint)
         target = self.adapter.load_decoder(checkpoint, self.spec, placement)
@@ -149,9 +151,13 @@ class WrappedModel:
             defaults=SamplingDefaults(guidance=1.0),
             sizes=self.spec.sizes,
             make_layout=self.spec.make_layout,
-            make_prompt=lambda text, *_: self.rows[text],
+            make_prompt=lambda text, *_: self._prompt(text),
         )
         self._pipelines: dict[tuple[str, str], Pipeline] = {}
+
+    def _prompt(self, text: str) -> Prompt:
+        """The row of this number; any row for the text by which the `auto` tree measures costs."""
+        return self.rows[text] if text in self.rows else next(iter(self.rows.values()))
 
     def pipeline(self, drafter: str, tree: str, size: ImageSize) -> Pipeline:
         """The pipeline for a drafter and a tree; kept, because it holds the captured passes."""
@@ -167,8 +173,24 @@ class WrappedModel:
 _WRAPPED: WeakKeyDictionary[Any, WrappedModel] = WeakKeyDictionary()
 
 
+def _wrap(model: Any) -> WrappedModel:
+    """The copy of a model's weights; a new one after the model was moved, cast or trained."""
+    wrapped = _WRAPPED.get(model)
+    if wrapped is None or wrapped.version != _weights_version(model):
+        wrapped = _WRAPPED[model] = WrappedModel(model)
+    return wrapped
+
+
+def _weights_version(model: Any) -> tuple[tuple[int, int], ...]:
+    """Changes when a parameter is replaced or changed in place, other than through `.data`."""
+    return tuple(
+        (parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version)
+        for parameter in model.parameters()
+    )
+
+
 def clear_cache() -> None:
-    """Forget the copied weights of all models; call it after the weights of a model were changed."""
+    """Free the copied weights of all models; needed after changes through `.data`, which go unnoticed."""
     _WRAPPED.clear()
 
 
@@ -197,9 +219,13 @@ def custom_generate(
     _check_processors(processors)
     if generation_config is None:
         raise ConfigError("there is no generation_config; call model.generate(..., custom_generate=custom_generate).")
+    if (generation_config.num_beams or 1) > 1:
+        raise UnsupportedError(
+            f"num_beams {generation_config.num_beams} was given, but images are drawn without beams."
+        )
     mask = model_kwargs.get("attention_mask")
     _check_arguments(input_ids, mask, {"drafter": drafter, "tree": tree}, image_size, (guidance, seed))
-    wrapped = _WRAPPED.get(model) or _WRAPPED.setdefault(model, WrappedModel(model))
+    wrapped = _wrap(model)
     adapter = wrapped.adapter
     size = adapter.image_size(wrapped.spec, image_size, model_kwargs)
     layout = wrapped.spec.make_layout(size)
@@ -236,6 +262,24 @@ def _find_adapter(model: Any) -> Adapter:
             f"{', '.join(ADAPTERS)}."
         )
     return adapter
+
+
+def _check_weights(model: Any) -> None:
+    """Raise an UnsupportedError for models whose weights cannot simply be copied from their device."""
+    hook = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 or model.device.type == "meta" or (hook and torch.device(hook).type != model.device.type):
+        raise UnsupportedError(
+            f"the weights of {type(model).__name__} are offloaded or on several devices; load it on one device, or use "
+            "underdraw's own pipeline, with weights='int8' or 'int4' if memory is short."
+        )
+    if getattr(model, "is_quantized", False):
+        raise UnsupportedError(
+            f"{type(model).__name__} is quantised by transformers; load it in full, or use underdraw's own pipeline "
+            "with weights='int8', 'fp8' or 'int4'."
+        )
+    if any(name.endswith(".base_layer") for name, _ in model.named_modules()):
+        raise UnsupportedError(f"{type(model).__name__} has adapters; merge them first (merge_and_unload).")
 
 
 def _check_arguments(input_ids: Any, mask: Any, names: Mapping[str, Any], grid: Any, numbers: tuple[Any, Any]) -> None:

@@ -53,5 +53,6 @@ FAMILY = Family(
     matches=matches,
     load=load,
     read_spec=read_spec,
+    load_text=chameleon.load_chameleon_text,
     drafters=(PublishedDrafter("jadohu/anole_drafter", hidden_size=4096, image_side=512),),
 )

@@ -37,7 +37,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 DECODER_RULES = (*HF_DECODER, *HF_QK_NORM)
 IMAGE_TOKENIZER_PREFIX = "model.vqmodel."
-_IMAGE_TOKENIZER_HUB_ID = "leloy/Anole-7b-v0.1-vqvae-hf"
+IMAGE_TOKENIZER_HUB_ID = "leloy/Anole-7b-v0.1-vqvae-hf"
 _COMPANION_FOLDERS = ("", "tokenizer/", "chameleon/tokenizer/", "ckpts/chameleon/tokenizer/")
 
 
@@ -70,7 +70,7 @@ def load_chameleon(checkpoint: Checkpoint, spec: ModelSpec, placement: Placement
         images, destinations = allocate_vqgan(shapes, CHAMELEON, placement, IMAGE_TOKENIZER_PREFIX)
         return load_decoder(checkpoint, spec, placement, destinations), images
     names = [f"{folder}vqgan.ckpt" for folder in _COMPANION_FOLDERS]
-    path = checkpoint.find_or_download(names, _IMAGE_TOKENIZER_HUB_ID)
+    path = checkpoint.find_or_download(names, IMAGE_TOKENIZER_HUB_ID)
     images = load_vqgan(path, CHAMELEON, placement, ignored=["loss"])
     return load_decoder(checkpoint, spec, placement), images
 

@@ -23,7 +23,18 @@ from torch import Tensor
 
 from underdraw.errors import CheckpointError, ConfigError, first_line
 from underdraw.io import check_regular, expand_user, path_inside, read_json_object
-from underdraw.models.hub import COMPANIONS, SINGLE_FILES, WEIGHT_SUFFIXES, CheckFolder, HubOptions, download, is_hub_id
+from underdraw.models.hub import (
+    COMPANIONS,
+    DRAFTER_FOLDERS,
+    SINGLE_FILES,
+    WEIGHT_SUFFIXES,
+    CheckFolder,
+    HubOptions,
+    download,
+    download_files,
+    download_small_files,
+    is_hub_id,
+)
 from underdraw.nn.weights import open_safetensors, read_safetensors_header
 
 EMBEDDED_MODELS = ("tiny",)
@@ -45,6 +56,12 @@ class Companion:
     def folder_name(self) -> str:
         """What it is called in the folder of companions of a saved model, if it is a folder."""
         return Path(self.names[0]).stem
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """All names to search for: one that is a whole repository may have been saved as a folder."""
+        is_repository = self.hub_id.count("/") == 1
+        return (*self.names, self.folder_name) if is_repository else self.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +109,14 @@ class Checkpoint:
         listed = [expand_user(part) for part in os.environ.get(COMPANION_FOLDERS, "").split(os.pathsep) if part]
         folders = [self.folder, self.folder / COMPANIONS, *([self.folder.parent, *listed] if nearby else ())]
         for folder in folders:
-            for name in (*names, Path(names[0]).stem):
+            for name in names:
                 if (folder / name).exists():
                     return folder / name
         return None
 
     def find_or_download(self, names: Sequence[str], hub_id: str) -> Path:
         """`find_companion`, or else download `owner/name` or `owner/name/file` from the hub."""
-        self.declare_companion(names, hub_id)
-        path = self.find_companion(names)
+        path = self.find_companion(self.declare_companion(names, hub_id).candidates)
         if path is not None:
             return path
         try:
@@ -111,15 +127,16 @@ class Checkpoint:
                 f"{COMPANION_FOLDERS}; and {error}"
             ) from error
 
-    def declare_companion(self, names: Sequence[str], hub_id: str) -> None:
+    def declare_companion(self, names: Sequence[str], hub_id: str) -> Companion:
         """Record that the model needs a companion, so that saved copies include it."""
         companion = Companion(tuple(names), hub_id)
         if companion not in self.companions:
             self.companions.append(companion)
+        return companion
 
     def drafter_folders(self) -> tuple[Path, ...]:
         """Subfolders of the checkpoint whose names begin with `drafter`."""
-        return tuple(path for path in sorted(self.folder.glob("drafter*")) if path.is_dir())
+        return tuple(path for path in sorted(self.folder.glob(DRAFTER_FOLDERS)) if path.is_dir())
 
     def weight_files(self) -> list[Path]:
         """The files with the weights: those in the index if there is one, safetensors preferred to pickles."""
@@ -231,6 +248,16 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     # torch's message for a broken pickle is a paragraph that recommends to load it unsafely.
     reason = "not a file of weights" if isinstance(error, pickle.UnpicklingError) else first_line(error)
     return CheckpointError(f"{path} cannot be read ({reason}); it is damaged or incomplete: download it again.")
+
+
+def open_small_files(name: str, hub: HubOptions | None = None) -> Path:
+    """The folder of a checkpoint; of a repository of the hub, no weights are downloaded."""
+    hub = hub or HubOptions()
+    if name in EMBEDDED_MODELS or expand_user(name).exists() or not is_hub_id(name):
+        return open_checkpoint(name, hub).folder
+    repository = "/".join(name.split("/")[:2])
+    folder, _ = download_small_files(repository, hub)
+    return folder or download_files(repository, hub, [])
 
 
 def open_checkpoint(name: str | Path, hub: HubOptions | None = None, check: CheckFolder | None = None) -> Checkpoint:

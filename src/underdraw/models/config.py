@@ -8,6 +8,8 @@ import torch
 
 from underdraw.nn.quantized_weight import WeightFormat
 
+UNKNOWN_LICENCE = "see its page on the hub"
+
 
 @dataclass(frozen=True, slots=True)
 class PublishedCheckpoint:

@@ -200,7 +200,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
-    spec, config = read_spec(checkpoint), checkpoint.config
+    spec, config, encode = read_spec(checkpoint), checkpoint.config, _load_text(checkpoint)
     if is_baai(config):
         images = _load_baai_image_tokenizer(checkpoint, placement)
         target = load_decoder(checkpoint, spec, placement, {})
@@ -210,7 +210,6 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         destinations = vqgan_destinations(images, checkpoint.shapes(), MOVQ_TRANSFORMERS, prefix)
         target = load_decoder(checkpoint, spec, placement, destinations)
     tokens = special_tokens(config, images.arch.codes)
-    encode = _load_text(checkpoint)
 
     def encode_prompt(text: str, size: ImageSize) -> tuple[int, ...]:
         grid = f"{size.height // images.downsample}*{size.width // images.downsample}"
@@ -276,4 +275,5 @@ FAMILY = Family(
     matches=matches,
     load=load,
     read_spec=read_spec,
+    load_text=_load_text,
 )

@@ -68,6 +68,10 @@ class ModelSpec:
     size_range: SizeRange | None = None  # further sizes; `sizes` are then the usual ones
     max_positions: int | None = None  # tokens of the longest sequence; None means no limit
 
+    def resolve_size(self, name: str, height: int | None, width: int | None) -> ImageSize:
+        """As that of the loaded model, whose name is `name`."""
+        return _resolve_size(self, name, height, width)
+
     def build(
         self,
         family: str,
@@ -103,6 +107,10 @@ def _accept_any_prompt(_: str) -> None:
     """The default `check_prompt`: most families truncate long prompts, as their authors do."""
 
 
+def _need_no_package() -> None:
+    """The default `check_pixels`: most families decode pixels by themselves."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A loaded checkpoint: everything the pipeline needs to generate images with it."""
@@ -136,41 +144,45 @@ class LoadedModel:
     def warn_unknown_words(self, prompts: Iterable[str]) -> None:
         """Log a warning with the words of the prompts that the model was not trained with, if there are any."""
         words = self.unknown_words(prompts)
-        if words:
+        if self.vocabulary is not None and words:
             names = ", ".join(map(repr, words[:8])) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
             noun = "word" if len(words) == 1 else "words"
+            similar = ", ".join(map(repr, self.vocabulary.similar_words(words[:8])))
             log.warning(
-                f"{self.name} was not trained with the {noun} {names} and draws something else instead; "
-                f"`underdraw models {self.name} --words` lists what it knows."
+                f"{self.name} was not trained with the {noun} {names} and draws something else instead"
+                f"{f' (it knows {similar})' if similar else ''}; "
+                f"`underdraw models {self.name} --words` lists all that it knows."
             )
 
     def resolve_size(self, height: int | None, width: int | None) -> ImageSize:
         """Return the first supported size with this height and width, where None means any."""
-        default = self.sizes[0]
-        if self.requires_size and (height is None or width is None):
-            squares = ", ".join(str(size) for size in self.sizes if size.height == size.width)
-            raise ConfigError(
-                f"the files of {self.name} do not say which image size it was trained for; give height and width, for "
-                f"example one of {squares}."
-            )
-        if height is None and width is None:
-            return default
-        requested = ImageSize(default.height if height is None else height, default.width if width is None else width)
-        candidates = [size for size in self.sizes if height in (None, size.height) and width in (None, size.width)]
-        if self.size_range is not None and requested in self.size_range:
-            candidates.append(requested)
-        if not candidates:
-            others = "" if self.size_range is None else f", or any {self.size_range}"
-            raise ConfigError(
-                f"{self.name} cannot generate {requested} (height x width) pixels; use {self._list_sizes()}{others}."
-            )
-        return candidates[0]
+        return _resolve_size(self, self.name, height, width)
 
-    def _list_sizes(self) -> str:
-        names = [str(size) for size in self.sizes]
-        return ", ".join(names[:_MAX_LISTED]) + (
-            f" or one of {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+
+def _resolve_size(model: ModelSpec | LoadedModel, name: str, height: int | None, width: int | None) -> ImageSize:
+    default = model.sizes[0]
+    if model.requires_size and (height is None or width is None):
+        squares = ", ".join(str(size) for size in model.sizes if size.height == size.width)
+        raise ConfigError(
+            f"the files of {name} do not say which image size it was trained for; give height and width, for "
+            f"example one of {squares}."
         )
+    if height is None and width is None:
+        return default
+    requested = ImageSize(default.height if height is None else height, default.width if width is None else width)
+    candidates = [size for size in model.sizes if height in (None, size.height) and width in (None, size.width)]
+    if model.size_range is not None and requested in model.size_range:
+        candidates.append(requested)
+    if not candidates:
+        names, others = [str(size) for size in model.sizes], ""
+        if len(names) > _MAX_LISTED:
+            others = f" or one of {len(names) - _MAX_LISTED} more"
+        if model.size_range is not None:
+            others += f", or any {model.size_range}"
+        raise ConfigError(
+            f"{name} cannot generate {requested} (height x width) pixels; use {', '.join(names[:_MAX_LISTED])}{others}."
+        )
+    return candidates[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +197,10 @@ class Family:
     read_spec: Callable[[Checkpoint], ModelSpec] | None = None  # None: the model is small, load it to inspect it
     drafters: tuple[PublishedDrafter, ...] = ()
     folders: tuple[str, ...] = ()  # subfolders of a hub repository whose weights are needed
+    pixel_folders: tuple[str, ...] = ()  # further ones, which only turn codes into pixels
+    load_text: Callable[[Checkpoint], object] | None = None  # its text tokenizer, tried before a download
+    check_pixels: Callable[[], None] = _need_no_package  # raises if a package that does so is not installed
+
+    @property
+    def all_folders(self) -> tuple[str, ...]:
+        return (*self.folders, *self.pixel_folders)

@@ -22,7 +22,7 @@ from underdraw.models import weight_map
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults, SizeRange
 from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
-from underdraw.models.glm_image_pixels import DiffusionDecoder
+from underdraw.models.glm_image_pixels import DiffusionDecoder, check_diffusers
 from underdraw.models.text_tokenizers import load_text_tokenizer
 from underdraw.models.transformers_layout import decoder_arch, max_positions, with_defaults
 from underdraw.models.weight_map import HF_DECODER, HF_HEAD, HF_QKV_BIAS, WeightRule
@@ -67,6 +67,7 @@ DECODER_RULES = (
 )
 IGNORED = [r"model\.visual\.", r"model\.vqmodel\."]  # for editing images, which is not supported
 PIPELINE_CLASS = "GlmImagePipeline"
+_TEMPLATES = "transformers.utils.chat_template_utils"
 DECODER_FOLDER, TEXT_FOLDER = "vision_language_encoder", "processor"
 
 
@@ -76,7 +77,9 @@ def matches(checkpoint: Checkpoint) -> bool:
 
 def _is_pipeline(checkpoint: Checkpoint) -> bool:
     """Whether the folder is a whole diffusers pipeline, with the decoder in a subfolder."""
-    return checkpoint.read_json("model_index.json").get("_class_name") == PIPELINE_CLASS
+    name = checkpoint.read_json("model_index.json").get("_class_name")
+    name = name[-1] if isinstance(name, list) and name else name  # of a custom pipeline: its file and its class
+    return isinstance(name, str) and name.endswith(PIPELINE_CLASS)  # integrations/diffusers has a longer name
 
 
 def _decoder_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
@@ -151,7 +154,7 @@ def _sampling_defaults(decoder: Checkpoint, codes: int) -> SamplingDefaults:
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec, decoder = read_spec(checkpoint), _decoder_checkpoint(checkpoint)
-    make_prompt = _prompt_builder(checkpoint, int(decoder.config.get("image_start_token_id", IMAGE_START)))
+    make_prompt = _prompt_builder(checkpoint)
     pixels = DiffusionDecoder(checkpoint.folder if _is_pipeline(checkpoint) else None, decoder, placement)
     return spec.build(FAMILY.name, checkpoint, load_decoder(decoder, spec, placement), pixels, make_prompt)
 
@@ -186,8 +189,9 @@ def pair_rotated_dimensions(net: Transformer) -> None:
             layer.qkv.reorder(torch.cat([rows, values]))
 
 
-def _prompt_builder(checkpoint: Checkpoint, image_start: int) -> MakePrompt:
+def _prompt_builder(checkpoint: Checkpoint) -> MakePrompt:
     """The chat template's text, the sizes of both grids and the image start token."""
+    image_start = int(_decoder_checkpoint(checkpoint).config.get("image_start_token_id", IMAGE_START))
     folder = checkpoint.folder
     folders = (folder / TEXT_FOLDER, folder, folder.parent / TEXT_FOLDER)
     path = next((parent / "tokenizer.json" for parent in folders if (parent / "tokenizer.json").exists()), None)
@@ -198,6 +202,8 @@ def _prompt_builder(checkpoint: Checkpoint, image_start: int) -> MakePrompt:
     begin, end = settings.get("grid_bos_token", "<sop>"), settings.get("grid_eos_token", "<eop>")
     template = path.parent / "chat_template.jinja"
     template_text = read_text(template, "a chat template", CheckpointError) if template.exists() else None
+    if template_text is not None:
+        require_package(_TEMPLATES, "families", "a chat template")
 
     def make_prompt(text: str, negative: str | None, size: ImageSize) -> Prompt:
         if negative is not None:
@@ -213,7 +219,7 @@ def _render(template: str | None, text: str) -> str:
     """The text of one user message under a chat template of transformers."""
     if template is None:
         return text
-    utilities = require_package("transformers.utils.chat_template_utils", "families", "a chat template")
+    utilities = require_package(_TEMPLATES, "families", "a chat template")
     message = {"role": "user", "content": [{"type": "text", "text": text}]}
     try:
         rendered, _ = utilities.render_jinja_template(conversations=[[message]], chat_template=template)
@@ -233,5 +239,8 @@ FAMILY = Family(
     matches=matches,
     load=load,
     read_spec=read_spec,
-    folders=(DECODER_FOLDER, "text_encoder", "transformer", "vae"),
+    load_text=_prompt_builder,
+    folders=(DECODER_FOLDER,),
+    pixel_folders=("text_encoder", "transformer", "vae"),
+    check_pixels=check_diffusers,
 )

@@ -9,13 +9,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from underdraw.errors import CheckpointError, UnsupportedError
+from underdraw.errors import CheckpointError, UnsupportedError, first_line
 from underdraw.extras import require_package
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import Placement
 from underdraw.models.pretrained import reading_folder
 
 _CODEBOOK = "model.vqmodel.quantize.embedding.weight"
+
+
+def check_diffusers() -> None:
+    """Raise an UnsupportedError unless a diffusers with GLM-Image's pipeline is installed."""
+    purpose = "decoding GLM-Image's codes to pixels (output_type='codes' does without)"
+    diffusers = require_package("diffusers", "glm-image", purpose)
+    try:
+        _ = diffusers.GlmImagePipeline  # imported now, with whatever it needs
+    except Exception as error:
+        raise UnsupportedError(
+            f"diffusers {diffusers.__version__} has no usable GlmImagePipeline ({first_line(error)}); install a newer "
+            "one, or ask for output_type='codes'."
+        ) from None
 
 
 class DiffusionDecoder:
@@ -44,12 +57,7 @@ class DiffusionDecoder:
                 f"{self.decoder.name} holds the autoregressive part only; give the folder of the whole pipeline, "
                 "or ask for output_type='codes'."
             )
-        diffusers = require_package("diffusers", "glm-image", "GLM-Image's pixels (output_type='codes' does without)")
-        if not hasattr(diffusers, "GlmImagePipeline"):
-            raise UnsupportedError(
-                f"diffusers {diffusers.__version__} has no GlmImagePipeline; install a newer one, or ask for "
-                "output_type='codes'."
-            )
+        check_diffusers()
 
     def decode_prompted(self, codes: Tensor, prompt: str, seed: int) -> Tensor:
         """Pixels (1, 3, H, W) in [-1, 1] of codes (1, rows, cols); `seed` is that of the diffusion's noise."""

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from underdraw.errors import CapacityError, CheckpointError, ConfigError, first_line
+from underdraw.models.progress_bars import library_progress_bars
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +27,12 @@ COMPANIONS = "companions"  # subfolder of saved models with the files that their
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # Formats of weights, the preferred one first: a folder that has several of them holds the same weights twice.
 _FORMATS = ((".safetensors",), (".bin",), (".pt", ".pth", ".ckpt"))
+IMAGE_TOKENIZER_FILES = "vq_*"  # LlamaGen's authors publish image tokenizers next to the models
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # all weights in one file; shards have an index
 _SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".yaml", ".model", ".tiktoken")
-_DRAFTER_FOLDERS = "drafter*"
-_GIGABYTE = 1e9
+DRAFTER_FOLDERS = "drafter*"
+_UNAVAILABLE = (429, 500, 502, 503, 504)  # HTTP status of a hub that is busy or down
+_GIGABYTE, _MEGABYTE = 1e9, 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +73,17 @@ class RepositoryFile:
         return self.name.rpartition("/")[0]
 
     @property
+    def is_companion(self) -> bool:
+        """Whether a saved model needs it, whatever its suffix is."""
+        return self.name.startswith(f"{COMPANIONS}/")
+
+    @property
     def base_name(self) -> str:
         return self.name.rpartition("/")[2]
 
 
-CheckFolder = Callable[[Path], Sequence[str]]
-"""Raises an error if the configuration in a folder is of no use; returns the subfolders whose weights are needed."""
+CheckFolder = Callable[[Path, Sequence[RepositoryFile]], Sequence[str]]
+"""(folder of the small files, all files) -> the subfolders whose weights are needed; an error if they are of no use."""
 
 
 def is_hub_id(name: str) -> bool:
@@ -90,23 +98,44 @@ def download(hub_id: str, hub: HubOptions, check: CheckFolder | None = None) -> 
     """Download `owner/name` or `owner/name/file`, unless the hub's cache has it; returns the folder or the file."""
     owner, repository, *file = hub_id.split("/", 2)
     if file:
-        name, arguments = f"{owner}/{repository}", hub.as_arguments()
-        return _run(hub_id, lambda api: Path(api.hf_hub_download(name, file[0], **arguments)))
+        return _download_file(f"{owner}/{repository}", file[0], hub)
     folder, files = download_small_files(hub_id, hub)
-    if not files:  # offline: what the cache has
-        return download_files(hub_id, hub, [f"*{suffix}" for suffix in (*_SMALL_SUFFIXES, *WEIGHT_SUFFIXES)])
+    if not files:
+        # Offline: what the cache has. Patterns would not do: the hub refuses a snapshot that lacks a matching file, and
+        # of weights that are there twice only one set was downloaded.
+        return download_files(hub_id, hub, [])
     _refuse_several_models(hub_id, files)
-    weights = select_weights(files, check(folder) if check else ())
-    _check_disk(hub_id, hub, weights)
+    weights = select_weights(files, check(folder, files) if check and folder is not None else ())
+    _announce_download(hub_id, hub, weights)
     small = [f for f in files if f.name.endswith(_SMALL_SUFFIXES)]
     return download_files(hub_id, hub, [f.name for f in (*small, *weights)])
 
 
-def download_small_files(hub_id: str, hub: HubOptions) -> tuple[Path, list[RepositoryFile]]:
-    """Download the configuration and text files of a repository; returns their folder and all files, [] if offline."""
+def _download_file(repository: str, name: str, hub: HubOptions) -> Path:
+    """Download one file of a repository."""
+    files = [] if hub.local_files_only else _list_files(repository, hub)
+    if files and all(file.name != name for file in files):
+        weights = [file.name for file in files if file.name.endswith(WEIGHT_SUFFIXES)]
+        raise CheckpointError(f"{repository} has no file {name} but {', '.join(weights) or 'no weights at all'}.")
+    _announce_download(repository, hub, [file for file in files if file.name == name])
+    arguments = hub.as_arguments()
+    return _run(f"{repository}/{name}", lambda api: Path(api.hf_hub_download(repository, name, **arguments)))
+
+
+def download_small_files(hub_id: str, hub: HubOptions) -> tuple[Path | None, list[RepositoryFile]]:
+    """Download the configuration and text files of a repository; returns their folder and all files, [] if offline.
+
+    The folder is None if there are no such files.
+    """
     files = [] if hub.local_files_only else _list_files(hub_id, hub)
     small = [file.name for file in files if file.name.endswith(_SMALL_SUFFIXES)]
-    return download_files(hub_id, hub, small) if small else Path(), files
+    return download_files(hub_id, hub, small) if small else None, files
+
+
+def check_repository(hub_id: str, hub: HubOptions) -> None:
+    """Raise a CheckpointError if the hub has no repository of this name; nothing is known if it cannot be reached."""
+    if not hub.local_files_only:
+        _list_files("/".join(hub_id.split("/")[:2]), hub)
 
 
 def read_remote_shapes(hub_id: str, hub: HubOptions, files: Sequence[RepositoryFile]) -> dict[str, Any]:
@@ -136,11 +165,11 @@ def select_weights(files: Sequence[RepositoryFile], folders: Sequence[str] = ())
     by_folder: dict[str, list[RepositoryFile]] = {}
     selected = []
     for file in files:
-        if not file.name.endswith(WEIGHT_SUFFIXES):
-            continue
-        if file.name.startswith(f"{COMPANIONS}/"):
+        if file.is_companion:
             selected.append(file)
-        elif file.folder in ("", *folders) or fnmatch(file.folder, _DRAFTER_FOLDERS):
+        elif file.name.endswith(WEIGHT_SUFFIXES) and (
+            file.folder in ("", *folders) or fnmatch(file.folder, DRAFTER_FOLDERS)
+        ):
             by_folder.setdefault(file.folder, []).append(file)
     names = {file.name for file in files}
     for folder, candidates in by_folder.items():
@@ -153,17 +182,21 @@ def select_weights(files: Sequence[RepositoryFile], folders: Sequence[str] = ())
 
 
 def _list_files(hub_id: str, hub: HubOptions) -> list[RepositoryFile]:
-    """The files of a repository with their sizes; [] without a connection, so that the cache can be tried."""
+    """The files of a repository with their sizes; [] if the hub cannot be reached, so that the cache can be tried."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    unreachable: tuple[type[Exception], ...] = (OfflineModeIsEnabled, *connection_errors())
 
     def list_files(_: Any) -> list[RepositoryFile]:
         try:
             info = HfApi(token=hub.token).model_info(hub_id, revision=hub.revision, files_metadata=True)
-        except OfflineModeIsEnabled:
+        except unreachable:
             return []
-        except connection_errors():
-            return []
+        except HfHubHTTPError as error:
+            if error.response is not None and error.response.status_code in _UNAVAILABLE:
+                return []
+            raise
         return [RepositoryFile(file.rfilename, file.size or 0) for file in info.siblings or ()]
 
     return _run(hub_id, list_files)
@@ -171,7 +204,8 @@ def _list_files(hub_id: str, hub: HubOptions) -> list[RepositoryFile]:
 
 def _refuse_several_models(hub_id: str, files: Sequence[RepositoryFile]) -> None:
     """Raise a ConfigError for a repository that has no config.json and several files of weights to choose from."""
-    names = [file.name for file in files if not file.folder and file.name.endswith(WEIGHT_SUFFIXES)]
+    weights = [file.name for file in files if not file.folder and file.name.endswith(WEIGHT_SUFFIXES)]
+    names = [name for name in weights if not fnmatch(name, IMAGE_TOKENIZER_FILES)]
     if len(names) > 1 and all(file.name != "config.json" for file in files):
         raise ConfigError(
             f"{hub_id} holds several models and no config.json; give one of its files: "
@@ -179,27 +213,39 @@ def _refuse_several_models(hub_id: str, files: Sequence[RepositoryFile]) -> None
         )
 
 
-def _check_disk(hub_id: str, hub: HubOptions, files: Sequence[RepositoryFile]) -> None:
-    """Say how much will be downloaded, and raise a CapacityError if the disk has no room for it."""
-    from huggingface_hub import constants, try_to_load_from_cache
+def missing_files(hub_id: str, hub: HubOptions, files: Sequence[RepositoryFile]) -> list[RepositoryFile]:
+    """Those that the hub's cache does not hold."""
+    from huggingface_hub import try_to_load_from_cache
 
-    missing = [
+    return [
         file
         for file in files
         if not isinstance(try_to_load_from_cache(hub_id, file.name, hub.cache_dir, hub.revision), str)
     ]
+
+
+def _announce_download(hub_id: str, hub: HubOptions, files: Sequence[RepositoryFile]) -> None:
+    """Say how much will be downloaded, and raise a CapacityError if the disk has no room for it."""
+    from huggingface_hub import constants
+
+    missing = missing_files(hub_id, hub, files)
     needed = sum(file.size for file in missing)
     cache = Path(hub.cache_dir or constants.HF_HUB_CACHE).expanduser().absolute()
     existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise CapacityError(
-            f"{hub_id} needs {needed / _GIGABYTE:.1f} GB of downloads, but {existing} has {free / _GIGABYTE:.1f} GB "
-            "free; make room, or set HF_HOME to a folder on a larger disk."
+            f"{hub_id} needs {format_size(needed)} of downloads, but {existing} has {format_size(free)} free; make "
+            "room, or set HF_HOME to a folder on a larger disk."
         )
     if missing:
-        noun = "file" if len(missing) == 1 else "files"
-        log.warning(f"downloading {needed / _GIGABYTE:.1f} GB of {hub_id} ({len(missing)} {noun}) to {cache}")
+        what = missing[0].name if len(missing) == 1 else f"{len(missing)} files"
+        log.warning(f"downloading {format_size(needed)} of {hub_id} ({what}) to {cache}")
+
+
+def format_size(count: int) -> str:
+    """A number of bytes for people: "14.0 GB"."""
+    return f"{count / _GIGABYTE:.1f} GB" if count >= _GIGABYTE / 10 else f"{count / _MEGABYTE:.1f} MB"
 
 
 def _run(hub_id: str, action: Callable[[Any], Any]) -> Any:
@@ -210,7 +256,8 @@ def _run(hub_id: str, action: Callable[[Any], Any]) -> Any:
     failures: tuple[type[Exception], ...] = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
     failures += connection_errors()
     try:
-        return action(huggingface_hub)
+        with library_progress_bars():
+            return action(huggingface_hub)
     except failures as error:
         raise CheckpointError(
             f"{hub_id} could not be downloaded from the Hugging Face hub ({first_line(error)}); check the name, your "

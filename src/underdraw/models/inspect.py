@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from underdraw.errors import UnsupportedError
+from underdraw.io import expand_user
 from underdraw.models.checkpoint import (
     EMBEDDED_MODELS,
     TRAINED_BY_UNDERDRAW,
@@ -18,15 +18,15 @@ from underdraw.models.checkpoint import (
 )
 from underdraw.models.config import Placement
 from underdraw.models.family import Family, ModelSpec
-from underdraw.models.hub import WEIGHT_SUFFIXES
-from underdraw.models.loading import all_families, explain_errors, find_family
+from underdraw.models.hub import WEIGHT_SUFFIXES, HubOptions, download_small_files, is_hub_id, select_weights
+from underdraw.models.loading import all_families, explain_errors, find_family, is_described, unsupported
 from underdraw.models.remote import RemoteCheckpoint
 from underdraw.nn.quantization import decoder_bytes
 from underdraw.nn.quantized_weight import QuantizedFormat
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.nn.weights import SCALE, weight_files
-from underdraw.registry import families
 
+_MAX_PART_BYTES = 2 * 10**9  # of image tokenizers, which only their tensors tell from other models
 FULL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -89,9 +89,32 @@ def count_stored_parameters(folder: Path) -> int:
     return sum(shape.numel() for part in shapes for name, shape in part.items() if not name.endswith(SCALE))
 
 
+def open_for_inspection(name: str, hub: HubOptions | None = None) -> Checkpoint:
+    """Open a checkpoint by name; weights of the hub are not downloaded if they are safetensors with a configuration."""
+    hub = hub or HubOptions()
+    is_local = name in EMBEDDED_MODELS or expand_user(name).exists()
+    if is_local or not is_hub_id(name) or name.count("/") > 1 or hub.local_files_only:
+        return open_checkpoint(name, hub)
+    folder, files = download_small_files(name, hub)
+    if folder is None:
+        return open_checkpoint(name, hub)
+    checkpoint = Checkpoint.from_path(folder, name, hub)
+    if not is_described(checkpoint):
+        return open_checkpoint(name, hub)
+    family = find_family(checkpoint)
+    selected = select_weights(files, () if family is None else family.all_folders)
+    weights = tuple(file for file in selected if not file.is_companion)
+    remote = RemoteCheckpoint(folder, name, checkpoint.config, hub, remote_files=weights)
+    if remote.has_headers:
+        return remote
+    if family is None and sum(file.size for file in weights) > _MAX_PART_BYTES:
+        raise unsupported(name)
+    return open_checkpoint(name, hub)
+
+
 def inspect(checkpoint: Checkpoint) -> Report:
     """Report on a folder, file or repository without loading its weights."""
-    with explain_errors(checkpoint.name, Placement(torch.device("cpu"), torch.float32)):
+    with explain_errors(checkpoint.name):
         return _inspect(checkpoint)
 
 
@@ -101,10 +124,7 @@ def _inspect(checkpoint: Checkpoint) -> Report:
         return report
     family = find_family(checkpoint)
     if family is None:
-        raise UnsupportedError(
-            f"{checkpoint.name} is not supported: it is neither a model of a family ({', '.join(families.names())}) "
-            "nor a drafter nor an image tokenizer."
-        )
+        raise unsupported(checkpoint.name)
     spec = _read_spec(family, checkpoint)
     wanted = (spec.arch.dim, spec.sizes[0].height)
     shipped = [f"{path.name} (in the checkpoint's folder)" for path in checkpoint.drafter_folders()]
@@ -119,9 +139,16 @@ def _inspect(checkpoint: Checkpoint) -> Report:
         settings=asdict(spec.defaults),
         memory=estimate_memory(spec),
         drafters=[*shipped, *published] or ["jacobi-tree"],
-        note="" if shipped or published else "no trained drafter is published for it; jacobi-tree needs no weights",
+        note="; ".join(_notes(spec, has_drafter=bool(shipped or published))),
         **_count_files(checkpoint),
     )
+
+
+def _notes(spec: ModelSpec, *, has_drafter: bool) -> list[str]:
+    notes = (
+        ["give height and width: its files do not name the image size of its training"] if spec.requires_size else []
+    )
+    return notes if has_drafter else [*notes, "no trained drafter is published for it; jacobi-tree needs no weights"]
 
 
 def _inspect_part(checkpoint: Checkpoint) -> Report | None:

@@ -175,10 +175,10 @@ class Aligner(nn.Module):
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec, shapes, names = read_spec(checkpoint), checkpoint.shapes(), tensor_names(checkpoint)
+    make_prompt = _prompt_builder(checkpoint)
     images, destinations = allocate_vqgan(shapes, names.image_format, placement, names.image_tokenizer)
     target = load_decoder(checkpoint, spec, placement, destinations)
-    text_config = with_defaults(checkpoint.config.get(names.text_config), DEFAULTS)
-    return spec.build(FAMILY.name, checkpoint, target, images, _prompt_builder(checkpoint, text_config))
+    return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
 
 
 def load_decoder(
@@ -206,9 +206,10 @@ def load_decoder(
     return target
 
 
-def _prompt_builder(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> MakePrompt:
+def _prompt_builder(checkpoint: Checkpoint) -> MakePrompt:
     """Prompts of one chat turn and the image start token; in the unconditional row the text is replaced by padding."""
     tokenizer = load_text_tokenizer(checkpoint.require_file("tokenizer.json"))
+    text_config = with_defaults(checkpoint.config.get(tensor_names(checkpoint).text_config), DEFAULTS)
     generation = checkpoint.read_json("generation_config.json")
     image_start = (generation.get("generation_kwargs") or {}).get("boi_token_id")
     image_start = tokenizer.token_id(IMAGE_START) if image_start is None else int(image_start)
@@ -244,4 +245,5 @@ FAMILY = Family(
     matches=matches,
     load=load,
     read_spec=read_spec,
+    load_text=_prompt_builder,
 )

@@ -21,6 +21,7 @@ from underdraw.layout import Layout
 from underdraw.models.checkpoint import Checkpoint, tensor_shapes
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, PublishedDrafter, SamplingDefaults
 from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
+from underdraw.models.hub import IMAGE_TOKENIZER_FILES
 from underdraw.models.imagenet_classes import class_index
 from underdraw.models.t5_text import T5Features
 from underdraw.models.transformers_layout import decoder_arch, square_side
@@ -94,10 +95,10 @@ class DecoderFiles:
 
 
 def _candidate_files(checkpoint: Checkpoint) -> list[Path]:
-    """Files that may hold a decoder; the authors publish image tokenizers (vq_*.pt) in the same folders."""
+    """Files that may hold a decoder; the authors publish image tokenizers in the same folders."""
     if checkpoint.path.is_file():
         return [checkpoint.path]
-    return [path for path in sorted(checkpoint.path.glob("*.pt")) if not path.name.startswith("vq_")]
+    return [path for path in sorted(checkpoint.path.glob("*.pt")) if not path.match(IMAGE_TOKENIZER_FILES)]
 
 
 def matches(checkpoint: Checkpoint) -> bool:
@@ -156,12 +157,13 @@ def _read_sides(decoder: DecoderFiles) -> Sequence[int]:
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     decoder = find_decoder(checkpoint)
-    arch = _read_arch(decoder)
+    arch, sides = _read_arch(decoder), _read_sides(decoder)
     for_classes, for_text = SamplingDefaults(guidance=4.0, top_k=2000), SamplingDefaults(guidance=7.5, top_k=1000)
     return ModelSpec(
         arch=arch,
         defaults=for_classes if decoder.classes else for_text,
-        sizes=tuple(ImageSize(side, side) for side in _read_sides(decoder)),
+        sizes=tuple(ImageSize(side, side) for side in sides),
+        requires_size=len(sides) > 1,  # not that of a renamed file
         make_layout=lambda size: Layout(size.height // DOWNSAMPLE, size.width // DOWNSAMPLE, arch.outputs or range(0)),
     )
 
@@ -178,10 +180,10 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         others = module_destinations(projection, decoder.prefix, _CAPTION_LAYERS.__getitem__)
         others[decoder.prefix + _UNCONDITIONAL] = WeightDestination(unconditional)
         make_prompt = _make_text_prompts(checkpoint, placement, unconditional)
+    images = _load_image_tokenizer(checkpoint, "c2i" if decoder.classes else "t2i", placement)
     rows = {"codes": slice(0, codes), "classes": slice(codes, spec.arch.vocab)}
     ignored = [rf"(model\.)?{_ROPE_TABLE}$"]
     target = load_decoder(decoder.checkpoint, spec, placement, {"": rules}, rows=rows, others=others, ignored=ignored)
-    images = _load_image_tokenizer(checkpoint, "c2i" if decoder.classes else "t2i", placement)
     model = spec.build(FAMILY.name, checkpoint, replace(target, projection=projection), images, make_prompt)
     if not decoder.classes:
         return model

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -26,10 +27,20 @@ from underdraw.errors import (
 from underdraw.io import expand_user, read_json
 from underdraw.models.checkpoint import SAVED_CHOICES_FILE, TRAINED_BY_UNDERDRAW, Checkpoint, open_checkpoint
 from underdraw.models.config import Placement
-from underdraw.models.family import Family, LoadedModel
-from underdraw.models.hub import HubOptions, download, is_hub_id
+from underdraw.models.family import Family, LoadedModel, ModelSpec
+from underdraw.models.hub import (
+    DRAFTER_FOLDERS,
+    HubOptions,
+    RepositoryFile,
+    check_repository,
+    download,
+    is_hub_id,
+    missing_files,
+    select_weights,
+)
 from underdraw.models.lantern_drafters import load_lantern_head
-from underdraw.nn.memory import GIB, free_bytes
+from underdraw.models.remote import RemoteCheckpoint, UnknownShapesError
+from underdraw.nn.memory import GIB, free_bytes, physical_memory
 from underdraw.nn.quantization import decoder_bytes
 from underdraw.nn.quantized_weight import WEIGHT_FORMATS, WeightFormat
 from underdraw.nn.weights import check_finite
@@ -75,26 +86,149 @@ def find_family(checkpoint: Checkpoint) -> Family | None:
 
 
 def detect_family(checkpoint: Checkpoint) -> Family:
-    """The family that the checkpoint belongs to; an error if it belongs to none."""
+    """The family that the checkpoint belongs to; an error if it belongs to none, or if others have quantised it."""
     family = find_family(checkpoint)
     if family is None:
         model_type = checkpoint.config.get("model_type", "no model_type")
         raise UnsupportedError(
             f"{checkpoint.name} ({model_type}) is of no supported family; supported are {', '.join(families.names())}."
         )
+    if quantization := checkpoint.config.get("quantization_config"):
+        method = quantization.get("quant_method", "another program")
+        raise UnsupportedError(
+            f"{checkpoint.name} was quantised by {method}, whose formats are not supported; load the weights that it "
+            "was made from, which the option weights quantises."
+        )
     return family
 
 
-def open_model(name: str | Path, hub: HubOptions | None = None) -> Checkpoint:
-    """Open a model's checkpoint; a hub repository of another kind is refused before its weights are downloaded."""
+def unsupported(name: str) -> UnsupportedError:
+    """The error for a checkpoint that is nothing we know."""
+    return UnsupportedError(
+        f"{name} is not supported: it is neither a model of a family ({', '.join(families.names())}) nor a drafter nor "
+        "an image tokenizer."
+    )
 
-    def check(folder: Path) -> tuple[str, ...]:
-        checkpoint = Checkpoint.from_path(folder, str(name))
-        # Without a configuration the family is detected by tensor names, which need the weights.
-        is_described = checkpoint.config or (folder / "model_index.json").exists()
-        return detect_family(checkpoint).folders if is_described else ()
 
-    return open_checkpoint(name, hub, check)
+def is_described(checkpoint: Checkpoint) -> bool:
+    """Whether its small files identify the family; without a configuration, only tensor names do."""
+    return bool(checkpoint.config) or (checkpoint.folder / "model_index.json").exists()
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadedModel:
+    """A model whose weights are not read yet, and perhaps not downloaded: what can be refused at once."""
+
+    family: Family
+    checkpoint: Checkpoint
+
+    def read_spec(self) -> ModelSpec | None:
+        """What the configuration says; None if that takes the weights, as with pickles of the hub."""
+        if self.family.read_spec is None:
+            return None
+        with suppress(UnknownShapesError), explain_errors(self.checkpoint.name):
+            return self.family.read_spec(self.checkpoint)
+        return None
+
+    def check_size(self, height: int | None, width: int | None) -> None:
+        """Raise a ConfigError for an image size that the model does not draw."""
+        spec, are_sides = self.read_spec(), all(isinstance(side, int | None) for side in (height, width))
+        if spec is not None and are_sides:  # else the request names the wrong type
+            spec.resolve_size(self.checkpoint.name, height, width)
+
+    def check_text(self) -> None:
+        """Raise an error if the text tokenizer cannot be loaded, or a package that it needs is missing."""
+        if self.family.load_text is not None:
+            with explain_errors(self.checkpoint.name):
+                self.family.load_text(self.checkpoint)
+
+    def check_pixels(self) -> None:
+        """Raise an UnsupportedError if only codes could be drawn."""
+        self.family.check_pixels()
+
+
+CheckModel = Callable[[UnloadedModel], None]
+"""Raises an error for a model that is of no use to the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckImages:
+    """A `CheckModel`: the model must be able to draw pictures of a size."""
+
+    height: int | None = None
+    width: int | None = None
+
+    def __call__(self, model: UnloadedModel) -> None:
+        model.check_pixels()
+        model.check_size(self.height, self.width)
+
+
+def open_model(name: str | Path, hub: HubOptions | None = None, check: CheckModel | None = None) -> Checkpoint:
+    """Open a model's checkpoint; a hub repository of another kind is refused before its weights are downloaded.
+
+    So is one that `check` raises an error for. It is called once; if nothing has to be downloaded, with the files.
+    """
+    hub, is_checked = hub or HubOptions(), check is None
+
+    def check_files(folder: Path, files: Sequence[RepositoryFile]) -> tuple[str, ...]:
+        nonlocal is_checked
+        checkpoint = Checkpoint.from_path(folder, str(name), hub)
+        if not is_described(checkpoint):
+            return ()
+        with explain_errors(checkpoint.name):
+            family = detect_family(checkpoint)
+        weights = tuple(file for file in select_weights(files, family.all_folders) if not file.is_companion)
+        if check is not None and missing_files(checkpoint.name, hub, weights):
+            check(UnloadedModel(family, RemoteCheckpoint(folder, str(name), checkpoint.config, hub, [], weights)))
+            is_checked = True
+        return _needed_folders(family, checkpoint.name)
+
+    checkpoint = open_checkpoint(name, hub, check_files)
+    if check is not None and not is_checked:
+        with explain_errors(checkpoint.name):
+            family = detect_family(checkpoint)
+        check(UnloadedModel(family, checkpoint))
+    return checkpoint
+
+
+def open_for_loading(
+    name: str | Path,
+    hub: HubOptions,
+    placement: Placement,
+    weights: str = "auto",
+    drafter: str | Drafter = "auto",
+    check: CheckModel | None = None,
+) -> tuple[Checkpoint, Placement]:
+    """Open a model, and complete the placement by its format of weights: `weights`, or with "auto" the saved one.
+
+    Weights are not downloaded if they do not fit into memory, if prompts could not be read, if there is no such drafter
+    on the hub, or if `check` raises.
+    """
+
+    def check_model(model: UnloadedModel) -> None:
+        if check is not None:
+            check(model)
+        if isinstance(model.checkpoint, RemoteCheckpoint):
+            if isinstance(drafter, str) and is_hub_id(drafter) and not expand_user(drafter).is_dir():
+                check_repository(drafter, replace(hub, revision=None))
+            model.check_text()
+            check_weights_fit(model.family, model.checkpoint, placed(model.checkpoint))
+
+    def placed(checkpoint: Checkpoint) -> Placement:
+        return replace(placement, weights=resolve_weights(checkpoint, weights))
+
+    checkpoint = open_model(name, hub, check_model)
+    return checkpoint, placed(checkpoint)
+
+
+def _needed_folders(family: Family, name: str) -> tuple[str, ...]:
+    """The subfolders whose weights are downloaded: those for pixels only if what decodes them is installed."""
+    try:
+        family.check_pixels()
+    except UnsupportedError as error:
+        log.warning("%s is downloaded without %s: %s", name, ", ".join(family.pixel_folders), error)
+        return family.folders
+    return family.all_folders
 
 
 def load_model(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
@@ -110,12 +244,13 @@ def load_model(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
 
 
 @contextmanager
-def explain_errors(name: str, placement: Placement) -> Iterator[None]:
+def explain_errors(name: str, placement: Placement | None = None) -> Iterator[None]:
     """Turn whatever goes wrong while files are loaded into one sentence that names them."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise CapacityError(f"{name} does not fit into the memory of {placement.device}.") from error
+        device = "this machine" if placement is None else placement.device
+        raise CapacityError(f"{name} does not fit into the memory of {device}.") from error
     except UnderdrawError:
         raise
     except MemoryError as error:
@@ -129,20 +264,29 @@ def explain_errors(name: str, placement: Placement) -> Iterator[None]:
 
 
 def check_weights_fit(family: Family, checkpoint: Checkpoint, placement: Placement) -> None:
-    """Raise a CapacityError for weights that do not fit into a GPU's free memory, with the formats that would."""
+    """Raise a CapacityError for weights that do not fit into a GPU's free memory, with the formats that would.
+
+    On a CPU that is checked when memory is allocated, but for weights that would have to be downloaded first.
+    """
     free = free_bytes(placement.device)
-    if free is None or family.read_spec is None:
+    if free is None and not isinstance(checkpoint, RemoteCheckpoint):
         return
-    arch = family.read_spec(checkpoint).arch
-    sizes = {name: decoder_bytes(arch, name, placement.dtype) for name in WEIGHT_FORMATS}
-    if sizes[placement.weights] <= free:
+    spec, memory = UnloadedModel(family, checkpoint).read_spec(), physical_memory() if free is None else free
+    if spec is None:
         return
-    fitting = [f"{name} ({size / GIB:.1f} GiB)" for name, size in sizes.items() if size <= free]
-    advice = f"use weights {' or '.join(fitting)}" if fitting else "free memory or use a smaller model"
+    sizes = {name: decoder_bytes(spec.arch, name, placement.dtype) for name in WEIGHT_FORMATS}
+    if sizes[placement.weights] <= memory:
+        return
+    choices = [f"weights {name} ({size / GIB:.1f} GiB)" for name, size in sizes.items() if size <= memory]
+    narrow = decoder_bytes(spec.arch, placement.weights, torch.bfloat16)
+    if placement.dtype == torch.float32 and narrow <= memory:
+        choices.append(f"dtype bfloat16 ({narrow / GIB:.1f} GiB)")
+    advice = f"use {' or '.join(choices)}" if choices else "free memory or use a smaller model"
     kind = str(placement.dtype).removeprefix("torch.") if placement.weights == "full" else placement.weights
+    limit = f"this machine has {memory / GIB:.1f} GiB" if free is None else f"{free / GIB:.1f} GiB are free"
     raise CapacityError(
-        f"{checkpoint.name} has {sizes[placement.weights] / GIB:.1f} GiB of weights in {kind} and {free / GIB:.1f} GiB "
-        f"are free on {placement.device}; {advice}."
+        f"{checkpoint.name} has {sizes[placement.weights] / GIB:.1f} GiB of weights in {kind} and {limit} on "
+        f"{placement.device}; {advice}."
     )
 
 
@@ -186,8 +330,7 @@ class LoadedDrafter:
 def load_drafter_by_name(spec: str | Drafter, model: LoadedModel) -> LoadedDrafter:
     """Load "auto", a drafter shipped with the model, a registered one, a folder or an `owner/name` of the hub."""
     if not isinstance(spec, str):
-        if isinstance(spec, type) or not callable(getattr(spec, "open", None)) or not hasattr(spec, "proposes"):
-            raise ConfigError(f"a drafter must be a name or have an open() method, which {spec!r} lacks.")
+        check_drafter(spec)
         return LoadedDrafter(drafters.describe(spec), spec)
     shipped = {path.name: path for path in model.drafter_folders}
     name = spec
@@ -197,13 +340,31 @@ def load_drafter_by_name(spec: str | Drafter, model: LoadedModel) -> LoadedDraft
             log.warning("%s comes without a drafter; drafting with jacobi-tree, which needs no weights.", model.name)
     if name not in shipped and parse(name).name in drafters.names():
         return LoadedDrafter(name, drafters.build(name))
+    if name not in shipped:
+        check_drafter(name, shipped)
     source = shipped.get(name, name)
-    if not expand_user(source).is_dir() and not is_hub_id(name):
-        raise ConfigError(
-            f"there is no drafter {spec!r}; use auto, one of {', '.join([*shipped, *drafters.names()])}, a folder or "
-            "an owner/name of the Hugging Face hub."
-        )
     return LoadedDrafter(name, load_drafter_files(source, model), source)
+
+
+def check_drafter(spec: str | Drafter, shipped: Iterable[str] | None = None) -> None:
+    """Raise a ConfigError for what is no drafter: an object without its methods, or a name that is nowhere.
+
+    `shipped` are the names of those that come with the model; None before its files are known.
+    """
+    if not isinstance(spec, str):
+        if isinstance(spec, type) or not callable(getattr(spec, "open", None)) or not hasattr(spec, "proposes"):
+            raise ConfigError(f"a drafter must be a name or have an open() method, which {spec!r} lacks.")
+        return
+    if spec == "auto" or (shipped is None and fnmatch(spec, DRAFTER_FOLDERS)):
+        return
+    if parse(spec).name in drafters.names():
+        drafters.build(spec)
+    elif not expand_user(spec).is_dir() and not is_hub_id(spec):
+        names = [*(shipped or ()), *drafters.names()]
+        raise ConfigError(
+            f"there is no drafter {spec!r}; use auto, one of {', '.join(names)}, a folder or an owner/name of the "
+            "Hugging Face hub."
+        )
 
 
 def load_drafter_files(source: str | Path, model: LoadedModel) -> Drafter:

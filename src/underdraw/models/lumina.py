@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from underdraw.layout import Layout
 from underdraw.models import chameleon
 from underdraw.models.checkpoint import SAVED_CHOICES_FILE, Checkpoint
-from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
+from underdraw.models.config import UNKNOWN_LICENCE, ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
 from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
 from underdraw.models.text_tokenizers import Encode
 from underdraw.protocols import Prompt
@@ -37,13 +38,16 @@ def matches(checkpoint: Checkpoint) -> bool:
 def trained_side(checkpoint: Checkpoint) -> int | None:
     """The side of the square image that the model was trained for, or None if it is not recorded.
 
-    Saved pipelines record it, the configuration does not. Otherwise it is part of the repository's name: in the
-    configuration's `_name_or_path`, in the name that the user passed, or in the path of the hub's cache.
+    Saved pipelines record it, the configuration does not. Otherwise it is part of the repository's name: that of the
+    user, of the folder, of its repository in the hub's cache, or of the configuration's `_name_or_path`, which comes
+    last because it may name the model that this one was trained from.
     """
     saved = checkpoint.read_json(SAVED_CHOICES_FILE).get("size")
     if isinstance(saved, str) and (match := re.fullmatch(r"(\d+)x\d+", saved)):
         return int(match[1])
-    names = (str(checkpoint.config.get("_name_or_path", "")), checkpoint.name, str(checkpoint.path.resolve()))
+    path = checkpoint.path.resolve()
+    repository = path.parents[1].name if path.parent.name == "snapshots" else ""
+    names = (Path(checkpoint.name).name, path.name, repository, str(checkpoint.config.get("_name_or_path", "")))
     sides = [int(side) for name in names for side in re.findall(_PUBLISHED_NAME, name)]
     return next((side for side in sides if side in SIDES), None)
 
@@ -84,9 +88,13 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     )
 
 
+def load_text(checkpoint: Checkpoint) -> Encode:
+    return chameleon.load_chameleon_text(checkpoint, TEXT_TOKENIZER)
+
+
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     spec = read_spec(checkpoint)
-    encode = chameleon.load_chameleon_text(checkpoint, TEXT_TOKENIZER)
+    encode = load_text(checkpoint)
     target, images = chameleon.load_chameleon(checkpoint, spec, placement)
     make_prompt = prompt_builder(encode, chameleon.START, chameleon.SEPARATOR)
     return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
@@ -112,7 +120,7 @@ FAMILY = Family(
     published=tuple(
         PublishedCheckpoint(
             f"Alpha-VLLM/Lumina-mGPT-7B-{side}",
-            "see its page on the hub",
+            UNKNOWN_LICENCE,
             "needs Chameleon's image tokenizer, which is downloaded separately",
         )
         for side in (768, 512, 1024)
@@ -120,4 +128,5 @@ FAMILY = Family(
     matches=matches,
     load=load,
     read_spec=read_spec,
+    load_text=load_text,
 )

@@ -63,8 +63,12 @@ def make_layout(size: ImageSize, tokens: Lumina2Tokens) -> Layout:
     )
 
 
+def load_text(checkpoint: Checkpoint) -> SavedTokenizer:
+    return load_saved_tokenizer(checkpoint.folder, checkpoint.name)
+
+
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
-    tokens = Lumina2Tokens.of(load_saved_tokenizer(checkpoint.folder, checkpoint.name))
+    tokens = Lumina2Tokens.of(load_text(checkpoint))
     return ModelSpec(
         arch=replace(chameleon.chameleon_arch(checkpoint), outputs=CODES),
         defaults=SAMPLING,
@@ -74,13 +78,13 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
-    spec, text = read_spec(checkpoint), load_saved_tokenizer(checkpoint.folder, checkpoint.name)
+    spec, text = read_spec(checkpoint), load_text(checkpoint)
+    start = text.token_id(text.start or "<|endoftext|>")
+    make_prompt = prompt_builder(text.encode, start, text.token_id("<reserved08706>"))
     names = [f"{folder}movqgan_270M.ckpt" for folder in _COMPANION_FOLDERS]
     path = checkpoint.find_or_download(names, IMAGE_TOKENIZER_HUB_ID)
     images = load_vqgan(path, MOVQ, placement, ignored=["loss", r"quantize\.(?!embedding)", "model_ema"])
     target = chameleon.load_decoder(checkpoint, spec, placement)
-    start = text.token_id(text.start or "<|endoftext|>")
-    make_prompt = prompt_builder(text.encode, start, text.token_id("<reserved08706>"))
     return spec.build(FAMILY.name, checkpoint, target, images, make_prompt)
 
 
@@ -96,4 +100,5 @@ FAMILY = Family(
     matches=matches,
     load=load,
     read_spec=read_spec,
+    load_text=load_text,
 )

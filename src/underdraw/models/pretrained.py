@@ -12,6 +12,7 @@ from typing import Any
 
 from underdraw.errors import CheckpointError, UnderdrawError, first_line
 from underdraw.io import check_regular
+from underdraw.models.progress_bars import library_progress_bars
 from underdraw.nn.weights import check_finite
 
 
@@ -22,7 +23,8 @@ def reading_folder(folder: Path, what: str) -> Iterator[None]:
         if not path.is_dir():
             check_regular(path, what, CheckpointError)
     try:
-        yield
+        with library_progress_bars():
+            yield
     except UnderdrawError:
         raise
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -12,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from underdraw.errors import ConfigError, UnsupportedError, first_line
+from underdraw.errors import CapacityError, ConfigError, UnsupportedError, first_line
 from underdraw.io import as_path, read_json, read_text
 from underdraw.models.checkpoint import INDEX_FILES, SAVED_CHOICES_FILE, Checkpoint, read_tensors, tensor_shapes
+from underdraw.models.config import UNKNOWN_LICENCE
 from underdraw.models.family import LoadedModel
-from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES, is_hub_id
+from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES, format_size, is_hub_id
+from underdraw.models.progress_bars import library_progress_bars
 from underdraw.nn.quantization import quantized_linears
 from underdraw.nn.row_invariant import QuantizedLinear
 from underdraw.nn.weights import SCALE, read_safetensors_header, write_safetensors
@@ -24,7 +27,7 @@ from underdraw.registry import families
 
 _NOT_UPLOADED = ("state.pt", "*.lock", ".*")  # what only the training of a drafter needs
 _TAGS = ["underdraw", "speculative-decoding", "autoregressive-image-generation"]
-_HUB_LICENCES = ("apache-2.0", "mit")  # identifiers of the hub; others are named in full
+_HUB_LICENCES = ("apache-2.0", "mit")  # identifiers of the hub; others need a name, and a link where there is one
 
 
 def save_checkpoint(
@@ -42,6 +45,7 @@ def save_checkpoint(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not an empty folder; pass a new one.")
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(model.path, folder.parent)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         copy = Path(temporary) / "model"
         if model.path.is_dir():
@@ -61,6 +65,17 @@ def save_checkpoint(
             folder.rmdir()
         copy.replace(folder)
     return folder
+
+
+def _check_room(source: Path, parent: Path) -> None:
+    """Raise a CapacityError if a disk has no room for a copy."""
+    files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
+    needed, free = sum(path.stat().st_size for path in files), shutil.disk_usage(parent).free
+    if needed > free:
+        raise CapacityError(
+            f"a copy of {source} needs {format_size(needed)}, but {parent} has {format_size(free)} free; make room, or "
+            "use a folder on another disk (TMPDIR for uploads)."
+        )
 
 
 def _write_quantized(model: LoadedModel, copy: Path) -> None:
@@ -96,10 +111,10 @@ def _replace_matrices(path: Path, matrices: Mapping[str, tuple[QuantizedLinear, 
 
 
 def _copy_companions(model: LoadedModel, copy: Path) -> None:
-    """Copy the companions that the copied folder lacks, downloading those that no prompt has needed yet."""
+    """Copy the companions that the copied folder lacks."""
     source = model.checkpoint
     for companion in source.companions if source is not None else ():
-        if Checkpoint(copy, model.name).find_companion(companion.names, nearby=False) is not None:
+        if Checkpoint(copy, model.name).find_companion(companion.candidates, nearby=False) is not None:
             continue
         path = source.find_or_download(companion.names, companion.hub_id) if source is not None else copy
         target = copy / COMPANIONS / (path.name if path.is_file() else companion.folder_name)
@@ -141,6 +156,7 @@ def write_model_card(model: LoadedModel, folder: Path, name: str, base_model: st
     text = (
         f"# {name}\n\nA text-to-image model of the family `{model.family}` with all files that it needs, saved by "
         f"underdraw.{source} What is chosen unless a call says otherwise:\n\n| part | choice |\n|---|---|\n{rows}"
+        f"{_describe_companions(model, folder)}"
     )
     weights = choices.get("weights", "full")
     metadata = _licence_metadata(model.family, base_model or model.name)
@@ -160,11 +176,26 @@ def _hub_name(model: LoadedModel) -> str | None:
 def _licence_metadata(family: str, name: str) -> dict[str, str]:
     """The hub's metadata about the licence of a published checkpoint; {} for others."""
     published: Any = getattr(families.get(family), "published", ()) if family in families.names() else ()
-    licence = next((item.licence for item in published if item.id == name or item.id.startswith(f"{name}/")), None)
-    if licence is None:
+    item = next((item for item in published if item.id == name or item.id.startswith(f"{name}/")), None)
+    if item is None:
         return {}
-    is_hub_licence = licence in _HUB_LICENCES
-    return {"license": licence} if is_hub_licence else {"license": "other", "license_name": licence}
+    if item.licence in _HUB_LICENCES:
+        return {"license": item.licence}
+    metadata = {"license": "other"}
+    if item.licence != UNKNOWN_LICENCE:
+        metadata["license_name"] = re.sub(r"[^a-z0-9.]+", "-", item.licence.lower())
+    if is_hub_id(item.id):
+        metadata["license_link"] = f"https://huggingface.co/{item.id}"
+    return metadata
+
+
+def _describe_companions(model: LoadedModel, folder: Path) -> str:
+    """Whose files a saved folder holds besides the model's own."""
+    if model.checkpoint is None or not (folder / COMPANIONS).exists():
+        return ""
+    repositories = sorted({"/".join(companion.hub_id.split("/")[:2]) for companion in model.checkpoint.companions})
+    names = ", ".join(f"`{name}`" for name in repositories)
+    return f"\n`{COMPANIONS}` holds files of {names}, under their own licences.\n"
 
 
 def _write_card(
@@ -180,7 +211,7 @@ def _write_card(
     data = ModelCardData(
         base_model=base_model, library_name="underdraw", pipeline_tag="text-to-image", tags=tags, **metadata
     )
-    use = f"## Use\n\n```py\nfrom underdraw import Pipeline  # pip install underdraw\n\npipe = {call}\n"
+    use = f"## Use\n\n```py\nfrom underdraw import Pipeline  # pip install 'underdraw[families]'\n\npipe = {call}\n"
     use += 'pipe("a red fox", seed=3).images[0].save("fox.png")\n```\n'
     card.write_text(f"---\n{data.to_yaml()}\n---\n\n{text.rstrip()}\n\n{use}", encoding="utf-8")
 
@@ -193,7 +224,8 @@ def upload_folder(folder: Path, name: str, *, token: str | None, private: bool) 
     api = HfApi(token=token)
     try:
         api.create_repo(name, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=name, folder_path=str(folder)))
+        with library_progress_bars():
+            return str(api.upload_folder(repo_id=name, folder_path=str(folder)))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise UnsupportedError(
             f"{name} could not be uploaded to the Hugging Face hub ({first_line(error)}); "

@@ -148,4 +148,5 @@ FAMILY = Family(
     matches=matches,
     load=load,
     read_spec=read_spec,
+    load_text=load_text,
 )

@@ -114,13 +114,15 @@ def strip_markup(text: str) -> str:
 class T5Features:
     """Encodes a text to T5 features (n, D), n <= `max_length`, on the model's device and in its dtype.
 
-    The encoder is several GB, so it is loaded when the first prompt arrives.
+    Its files are downloaded at once, with those of the model. Being several GB, it is loaded with the first prompt.
     """
 
     def __init__(self, checkpoint: Checkpoint, placement: Placement, max_length: int) -> None:
-        self.checkpoint, self.placement, self.max_length = checkpoint, placement, max_length
+        self.placement, self.max_length = placement, max_length
+        for package in ("transformers", "ftfy"):
+            require_package(package, "families", "text for LlamaGen")
+        self.folder = checkpoint.find_or_download(_T5_FOLDERS, T5_HUB_ID)
         self._loaded: tuple[Any, Any] | None = None  # tokenizer and encoder
-        checkpoint.declare_companion(_T5_FOLDERS, T5_HUB_ID)
 
     @torch.no_grad()
     def __call__(self, text: str) -> Tensor:
@@ -133,9 +135,8 @@ class T5Features:
     def _load(self) -> tuple[Any, Any]:
         if self._loaded is None:
             transformers = require_package("transformers", "families", "text for LlamaGen")
-            path = self.checkpoint.find_or_download(_T5_FOLDERS, T5_HUB_ID)
-            encoder = load_module(transformers.T5EncoderModel, path, "a T5 encoder", dtype=self.placement.dtype)
-            with reading_folder(path, "a T5 encoder"):
-                tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+            encoder = load_module(transformers.T5EncoderModel, self.folder, "a T5 encoder", dtype=self.placement.dtype)
+            with reading_folder(self.folder, "a T5 encoder"):
+                tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
             self._loaded = tokenizer, encoder.to(self.placement.device).eval()
         return self._loaded

@@ -35,7 +35,8 @@ class SavedTokenizer:
 def load_text_tokenizer(path: Path, pattern: str | None = None, *, add_special_tokens: bool = False) -> SavedTokenizer:
     """The tokenizer of a tokenizer.json; special tokens are parsed from the text, and by default none are added.
 
-    `pattern` replaces the one that splits text before BPE, where a conversion changed the authors'.
+    `pattern` replaces the one that splits text before BPE, where a conversion changed the authors'; text is composed
+    (NFC) before that, as `load_tiktoken` does.
     """
     tokenizers = require_package("tokenizers", "families", f"the text tokenizer {path.name}")
     try:
@@ -46,6 +47,7 @@ def load_text_tokenizer(path: Path, pattern: str | None = None, *, add_special_t
         splits = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
         to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([splits, to_bytes])
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
     return SavedTokenizer(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids),
         size=tokenizer.get_vocab_size(),

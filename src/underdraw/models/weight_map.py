@@ -81,6 +81,11 @@ class WeightDestination:
 
     def fill(self, name: str, tensor: Tensor, scale: Tensor | None, checkpoint: str) -> None:
         """Copy or quantise a tensor of the checkpoint; `scale` is that of a tensor that was saved quantised."""
+        if scale is None and self.memory.is_floating_point() and not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{name} of {checkpoint} holds {str(tensor.dtype).removeprefix('torch.')} values without scales; it is "
+                "incomplete or was quantised by another program: load the weights that it was made from."
+            )
         stored = None if scale is None else QuantizedWeight.from_stored(tensor, scale)
         if self.quantized is None:
             tensor = tensor if stored is None else stored.dequantize()

@@ -25,7 +25,7 @@ from underdraw.errors import ConfigError
 from underdraw.io import atomic_write_json, read_json
 from underdraw.models.family import LoadedModel
 from underdraw.training.batches import FeatureExtractor
-from underdraw.training.samples import codes_to_tokens, encode_prompts, shorten
+from underdraw.training.samples import codes_to_tokens, shorten
 
 BATCH = 8
 SPLITS: tuple[Split, ...] = ("train", "held-out")
@@ -70,7 +70,8 @@ def _split_losses(model: LoadedModel, pack: Pack, split: Split, count: int, seed
     for start in range(0, count, BATCH):
         part = slice(start, start + BATCH)
         codes = torch.cat([model.image_tokenizer.encode(image) for image in pixels[part].split(1)])
-        batch = extractor.batch(encode_prompts(model, texts[part]), codes_to_tokens(layout, codes))
+        prompts = [model.make_prompt(text, "", model.sizes[0]) for text in texts[part]]
+        batch = extractor.batch(prompts, codes_to_tokens(layout, codes))
         steps = torch.arange(layout.start, layout.stop, device=device)
         steps = steps[~layout.is_row_end(steps)].expand(len(codes), -1)
         for name, guidance in (("loss", 1.0), ("without_caption", 0.0)):

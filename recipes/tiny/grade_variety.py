@@ -1,6 +1,7 @@
 """Measures how much images of one prompt differ between seeds, and how uncertain the model is, by kind of image.
 
-python -m recipes.tiny.grade_variety --out variety.json --sheet seeds.jpg
+python -m recipes.tiny.grade_variety --out variety.json
+python -m recipes.tiny.grade_variety --temperature 0.7 --top-p 0.9 --out defaults.json --sheet seeds.jpg
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def load_kinds(path: Path) -> dict[str, list[str]]:
 
 
 def measure_kinds(
-    pipe: Pipeline, kinds: Mapping[str, Sequence[str]], *, seeds: int, temperature: float, batch: int
+    pipe: Pipeline, kinds: Mapping[str, Sequence[str]], *, seeds: int, batch: int, **sampling: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """By kind: equal codes between seeds and mean entropy; and the codes (prompts, seeds, H, W)."""
     entries, drawn = [], {}
     for kind, texts in kinds.items():
         prompts = [text for text in texts for _ in range(seeds)]
         numbers = [seed for _ in texts for seed in range(seeds)]
-        result = generate_codes(pipe, prompts, numbers, batch, temperature=temperature, token_stats="keep")
+        result = generate_codes(pipe, prompts, numbers, batch, **sampling, token_stats="keep")
         codes = result.codes.unflatten(0, (len(texts), seeds))
         drawn[kind] = codes
         shares = [equal_codes(images) for images in codes]
@@ -94,14 +95,16 @@ def variety(
     ),
     seeds: Annotated[int, typer.Option(min=2, metavar="COUNT", help="Images of each prompt.")] = 4,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Share of the most likely codes; 1 is all.")] = 1.0,
     limit: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Prompts of each kind.")] = 8,
 ) -> None:
     """Measure equal codes between seeds, and entropy, by kind of image."""
     grading.check()
     kinds = {kind: texts[:limit] for kind, texts in load_kinds(prompts).items()}
     pipe = grading.load()
-    entries, drawn = measure_kinds(pipe, kinds, seeds=seeds, temperature=temperature, batch=grading.batch)
-    request = pipe.request(next(iter(kinds.values()))[0], seed=0, temperature=temperature)
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+    entries, drawn = measure_kinds(pipe, kinds, seeds=seeds, batch=grading.batch, **sampling)
+    request = pipe.request(next(iter(kinds.values()))[0], seed=0, **sampling)
     record = {
         "kind": "variety", "model": pipe.model.name, "settings": portable_settings(pipe.settings(request)),
         "seeds": seeds, "temperature": temperature, "kinds": entries, "machine": describe_machine(pipe.device),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from recipes.tiny.emoji import EMOJI_STYLES
 from recipes.tiny.palette import COLOURS, SPRITE_COLOURS, plain_phrase
 from underdraw.cli.app import main
 from underdraw.io import atomic_write_json
+from underdraw.models.vocabulary import STYLES as BY_STYLE
 from underdraw.models.vocabulary import split_words
 
 CAPTIONS = (
@@ -36,11 +37,12 @@ CAPTIONS = (
     "a small SPRITE COLOUR SUBJECT facing right at the top left, STYLE, on a COLOUR background",
     "a large SUBJECT facing left at the bottom right, STYLE, on a COLOUR background",
 )
+BEST_STYLES = ("fluent-3d", "fluent-color", "fluent-flat", "noto", "twemoji", "noto-v1")  # the best first
 app = typer.Typer(add_completion=False)
 _SKIN_TONE = re.compile(r" with [a-z-]+ skin tone(?: and (.*))?")
 
 
-def vocabulary(pictures: Iterable[Picture]) -> dict[str, Any]:
+def vocabulary(pictures: Sequence[Picture]) -> dict[str, Any]:
     """The content of words.json: caption patterns, what fills them, and every word of a training caption."""
     phrases: dict[str, set[str]] = defaultdict(set)
     for picture in pictures:
@@ -65,7 +67,20 @@ def vocabulary(pictures: Iterable[Picture]) -> dict[str, Any]:
             for group in sorted(phrases)
         },
         "words": sorted({word for text in texts for word in split_words(text)}),
+        BY_STYLE: subjects_by_style(pictures),
     }
+
+
+def subjects_by_style(pictures: Sequence[Picture]) -> dict[str, list[str]]:
+    """Every training subject once, under the first of `BEST_STYLES` that there is a sprite in."""
+    styles: dict[str, set[str]] = defaultdict(set)
+    for picture in pictures:
+        if picture.kind == "sprite" and not is_held_out(picture.subject):
+            styles[picture.phrase].add(picture.style)
+    best: dict[str, list[str]] = defaultdict(list)
+    for phrase in sorted(styles):
+        best[STYLES[min(styles[phrase], key=BEST_STYLES.index)].words].append(phrase)
+    return dict(best)
 
 
 def _without_skin_tone(phrase: str) -> str:
@@ -79,7 +94,7 @@ def vocabulary_command(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="JSON", help="File to write.")],
 ) -> None:
     """Write the vocabulary of the training captions."""
-    content = vocabulary(raw.picture for raw in collect(BuildConfig(), cache))
+    content = vocabulary([raw.picture for raw in collect(BuildConfig(), cache)])
     atomic_write_json(out, content)
     print(f"{out}: {sum(map(len, content['subjects'].values()))} subjects, {len(content['words'])} words")
 

@@ -35,6 +35,14 @@ def test_loads_by_name(tiny: Pipeline) -> None:
     assert [path.name for path in tiny.model.drafter_folders] == ["drafter-eagle"]
 
 
+def test_portraits_are_drawn_without_guidance(tiny: Pipeline) -> None:
+    """Their unconditional prompt is the caption itself, unless a call gives a negative prompt."""
+    size, portrait = tiny.model.sizes[0], "a person with tan skin and glasses, doodle portrait"
+    for text, negative, is_unguided in ((portrait, None, True), (portrait, "", False), ("a fox", None, False)):
+        prompt = tiny.model.make_prompt(text, negative, size)
+        assert (prompt.unconditional == prompt.condition) == is_unguided
+
+
 def test_size_of_its_files() -> None:
     files = [path for path in (Path(underdraw.__file__).parent / "assets" / "tiny").rglob("*") if path.is_file()]
     assert 30_000_000 < sum(path.stat().st_size for path in files) <= 48_000_000

@@ -6,13 +6,14 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import small_checkpoint
 
 from underdraw import Pipeline
-from underdraw.errors import UnderdrawError
+from underdraw.errors import CapacityError, UnderdrawError
 from underdraw.history import History
 from underdraw.plan import TreePlan
 from underdraw.policies.adjacency import Adjacency
@@ -62,6 +63,15 @@ class UnregisteredPolicy:
 def test_part_without_a_name_is_not_saved(pipe: Pipeline, tmp_path: Path) -> None:
     pipe.tree = UnregisteredPolicy()
     with pytest.raises(UnderdrawError, match="unregisteredpolicy"):
+        pipe.save_pretrained(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+def test_full_disk_is_refused_before_anything_is_copied(
+    pipe: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(CapacityError, match=r"needs \d+\.\d MB, but .* has 0\.0 MB free"):
         pipe.save_pretrained(tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 

@@ -25,9 +25,11 @@ from running_server import PROMPT, RunningServer, run_server
 from slow_policies import SlowChain
 
 from underdraw import Pipeline
+from underdraw.engine.scheduler import Scheduler
 from underdraw.sampling import NoiseWindow
 from underdraw.serving import pictures
-from underdraw.serving.engine_thread import Event, Pass
+from underdraw.serving.engine_thread import EngineThread, Event, Pass
+from underdraw.serving.errors import ApiError
 from underdraw.tree import AcceptedPath, DraftTree
 from underdraw.verifiers.exact import Exact
 
@@ -95,6 +97,51 @@ def test_client_that_hangs_up_before_its_json(slow_server: RunningServer) -> Non
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(slow_server.url + GENERATE, json={"prompt": PROMPT, "n": 3}, timeout=0.15)
     wait_until_idle(slow_server)
+
+
+def test_cancelled_race_frees_the_slots_of_both_trees(served_model: Path) -> None:
+    """Whichever scheduler runs first, each ends its own images only: none keeps a slot for ever."""
+    engine = EngineThread(
+        Pipeline.from_pretrained(served_model, drafter="jacobi", tree="chain:depth=2"), slots=2, queue=2
+    )
+    for order in (("auto", "none"), ("none", "auto")):
+        jobs = {tree: engine.submit(engine.pipe.request(PROMPT), id=tree, tree=tree) for tree in order}
+        entries = [engine._scheduler(tree) for tree in order]
+        for entry in entries:
+            engine._step(entry)
+        assert engine.running == 2
+        for tree in order:
+            engine.cancel(jobs[tree])
+        for entry in reversed(entries):
+            engine._step(entry)
+        assert engine.running == engine.waiting == 0 and engine.is_idle
+        assert not any(entry.scheduler.has_work for entry in entries)
+
+
+def test_cancelled_images_do_not_fill_the_queue(served_model: Path) -> None:
+    """Who cancels and asks again at once finds the place that they had, also if the pass still runs."""
+    engine = EngineThread(Pipeline.from_pretrained(served_model, drafter="jacobi", tree="none"), slots=1, queue=0)
+    for _ in range(3):
+        job = engine.submit(engine.pipe.request(PROMPT), id="again")
+        with pytest.raises(ApiError) as caught:
+            engine.submit(engine.pipe.request(PROMPT), id="too many")
+        assert caught.value.status_code == 429
+        engine.cancel(job)
+
+
+def test_scheduler_that_prefills_is_not_replaced(served_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees that clients name share four schedulers; the one whose only image is being prefilled is in use."""
+    engine = EngineThread(
+        Pipeline.from_pretrained(served_model, drafter="jacobi", tree="chain:depth=2"), slots=8, queue=8
+    )
+    request = engine.pipe.request(PROMPT)
+    trees = ["auto", "none", "chain:depth=1", "chain:depth=3"]
+    jobs = [engine.submit(request, id=tree, tree=tree) for tree in trees]
+    monkeypatch.setattr(Scheduler, "has_work", False)
+    with pytest.raises(ApiError) as caught:
+        engine.submit(request, id="fifth", tree="chain:depth=4")
+    assert caught.value.status_code == 429
+    assert [job.scheduler for job in jobs] == [engine._scheduler(tree).scheduler for tree in trees]
 
 
 def test_failing_image_leaves_its_neighbours_alone(slow_server: RunningServer, pipe: Pipeline) -> None:
@@ -274,8 +321,8 @@ def test_malformed_requests(server: RunningServer, pipe: Pipeline) -> None:
             answer = client.post(GENERATE, content=body, headers=headers)
             assert answer.status_code == 400, body[:200]
             assert_refused(answer)
-        large = client.post(GENERATE, content=b"x" * 300_000, headers=headers)
-        chunked = client.post(GENERATE, content=(b"x" * 10_000 for _ in range(40)), headers=headers)
+        large = client.post(GENERATE, content=b"x" * 600_000, headers=headers)
+        chunked = client.post(GENERATE, content=(b"x" * 10_000 for _ in range(60)), headers=headers)
         assert large.status_code == chunked.status_code == 413
         assert_refused(chunked)
         assert client.post(GENERATE, content=b"prompt=fox").status_code == 400

@@ -110,9 +110,16 @@ def test_stream_has_partial_images_and_the_picture(client: openai.OpenAI, pipe: 
 
 
 def test_stream_of_several_images(client: openai.OpenAI, pipe: Pipeline) -> None:
-    stream = client.images.generate(prompt=PROMPT, stream=True, n=3, extra_body={"seed": 20})
-    events = {event.underdraw["image"]: event for event in stream}  # type: ignore[union-attr]
+    stream = client.images.generate(prompt=PROMPT, stream=True, n=3, partial_images=2, extra_body={"seed": 20})
+    events, partials = {}, {0: [], 1: [], 2: []}  # type: ignore[var-annotated]
+    for event in stream:
+        image = event.underdraw["image"]  # type: ignore[union-attr]
+        if event.type == "image_generation.completed":
+            events[image] = event
+        else:
+            partials[image].append(event.partial_image_index)
     assert sorted(events) == [0, 1, 2]
+    assert all(indices == list(range(len(indices))) for indices in partials.values()) and any(partials.values())
     for index, event in events.items():
         assert np.array_equal(pixels(event.b64_json), np.asarray(pipe(PROMPT, seed=20 + index).images[0]))
 
@@ -156,11 +163,17 @@ def test_models(client: openai.OpenAI) -> None:
         ({"top_p": 0}, "top_p"),
         ({"seed": -1}, "seed"),
         ({"guidence": 3}, "guidence"),
+        ({"seed": 2**62}, "seed"),
+        ({"seed": 2**62 - 1, "n": 2}, "seed"),
         ({"tree": "oak"}, "tree"),
+        ({"tree": ""}, "tree"),
+        ({"tree": "none:depth=3"}, "tree"),
+        ({"tree": "auto:depth=3"}, "tree"),
         ({"tree": "static:shape=/etc/hostname"}, "tree"),
         ({"tree": "chain:depth=1000"}, "tree"),
         ({"prompt": " "}, "prompt"),
         ({"prompt": "fox " * 1000}, "prompt"),
+        ({"negative_prompt": "fox " * 1000}, "negative_prompt"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -169,6 +182,12 @@ def test_unknown_values_are_refused_with_param(client: openai.OpenAI, body: dict
         client.images.generate(prompt=PROMPT, extra_body=body)
     assert caught.value.param == param and caught.value.type == "invalid_request_error"
     assert caught.value.request_id and "/etc" not in str(caught.value)
+
+
+def test_largest_seed_is_that_of_the_command(client: openai.OpenAI, pipe: Pipeline) -> None:
+    answer = client.images.generate(prompt=PROMPT, extra_body={"seed": 2**62 - 1, "tree": " auto "})
+    assert answer.data is not None
+    assert np.array_equal(pixels(answer.data[0].b64_json), np.asarray(pipe(PROMPT, seed=2**62 - 1).images[0]))
 
 
 def test_unknown_model_is_refused(client: openai.OpenAI) -> None:

@@ -19,7 +19,9 @@ from running_server import PROMPT, RunningServer, run_server
 
 from underdraw import Pipeline
 from underdraw.engine.scheduler import ScheduledImage, Scheduler, SchedulerStep
-from underdraw.serving.engine_thread import Job
+from underdraw.errors import ConfigError
+from underdraw.request import GenerationRequest
+from underdraw.serving.engine_thread import Job, TreeScheduler
 from underdraw.serving.server import serve
 from underdraw.serving.settings import ServerSettings
 
@@ -39,10 +41,12 @@ def test_api_key(served_model: Path) -> None:
         for headers in wrong:
             answer = post(running, headers)
             assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
         assert httpx.get(f"{running.url}/metrics").status_code == 401
         assert httpx.post(f"{running.url}/draw", json={"prompt": PROMPT}).status_code == 401
         assert httpx.get(f"{running.url}/health/ready").status_code == 200
         assert httpx.get(running.url).status_code == 200  # the page asks for the key
+        assert httpx.head(running.url).status_code == 200 and not httpx.head(running.url).content
         assert post(running, {"Authorization": f"Bearer {KEY}"}).status_code == 200
 
 
@@ -59,6 +63,20 @@ def test_health_follows_the_engine(served_model: Path) -> None:
         assert post(running).status_code == 503
 
 
+def test_refused_requests_do_not_make_the_server_unready(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some models refuse a prompt only when they tokenize it, in the engine's thread."""
+
+    def refuse(request: GenerationRequest) -> None:
+        raise ConfigError("this model takes no such prompt.")
+
+    monkeypatch.setattr(server.engine.pipe, "prompts", refuse)
+    for _ in range(4):
+        assert post(server).status_code == 400
+    assert httpx.get(f"{server.url}/health/ready").status_code == 200
+
+
 def test_metrics_count(server: RunningServer) -> None:
     def read() -> dict[str, float]:
         lines = httpx.get(f"{server.url}/metrics").text.splitlines()
@@ -73,6 +91,7 @@ def test_metrics_count(server: RunningServer) -> None:
     assert grown["underdraw_tokens_total"] == 2 * 35 == grown["underdraw_tokens_per_pass_sum"]
     assert 2 <= grown["underdraw_passes_total"] <= 70
     assert grown['underdraw_requests_total{route="/v1/images/generations",status="400"}'] == 1
+    assert grown['underdraw_request_seconds_count{route="/v1/images/generations"}'] == 2
     assert grown["underdraw_draw_seconds_count"] == grown["underdraw_queue_seconds_count"] == 2
     assert after["underdraw_slots"] == 4 and after["underdraw_images_running"] == 0
 
@@ -85,10 +104,12 @@ def test_log_lines(served_model: Path, caplog: pytest.LogCaptureFixture, log_pro
     with run_server(pipe, log_prompts=log_prompts) as running:
         post(running, {"X-Request-Id": "mine-17"}, prompt="a secret zebra")
         answer = post(running, {"X-Request-Id": "not\tallowed"})
+        httpx.get(f"{running.url}/health/ready", headers={"X-Request-Id": "probe"})
     assert answer.headers["x-request-id"].startswith("req_")
     (line,) = [record.getMessage() for record in caplog.records if "mine-17" in record.getMessage()]
     assert "POST /v1/images/generations 200" in line and "images=1" in line
     assert ("a secret zebra" in caplog.text) == log_prompts
+    assert "probe" not in caplog.text, "probes would fill the log"
 
 
 def test_other_origins_are_not_let_in(server: RunningServer) -> None:
@@ -115,6 +136,15 @@ def test_names_that_were_rebound_to_loopback_are_refused(served_model: Path, hos
     assert ServerSettings().accepts_host(host) == (status == 200 and host != "draw.example.org")
     assert ServerSettings(host="0.0.0.0").accepts_host(host), "other machines call it by any name"
     assert ServerSettings(host="0.0.0.0", allowed_hosts=("draw.example.org",)).accepts_host(host) == (status == 200)
+
+
+def test_server_that_is_open_to_all_says_so() -> None:
+    cases = {"127.0.0.1": ("127.0.0.1", False), "0.0.0.0": ("127.0.0.1", True), "::": ("[::1]", True)}
+    cases |= {"10.1.2.3": ("10.1.2.3", True), "::1": ("[::1]", False), "localhost": ("localhost", False)}
+    for host, expected in cases.items():
+        settings = ServerSettings(host=host)
+        assert (settings.address, settings.is_open_to_all) == expected
+        assert not ServerSettings(host=host, api_key="long enough").is_open_to_all
 
 
 def test_refused_host_gets_one_clear_answer(server: RunningServer) -> None:
@@ -199,6 +229,7 @@ def test_command_reports_bad_options_and_an_occupied_port(served_model: Path) ->
     for words, message in (
         (["--slots", 0], "--slots 0 is out of range; use 1 to 256."),
         (["--port", 99999], "--port 99999 is out of range"),
+        (["--host", ""], "--host is empty"),
         (["--timeout", 0], "--timeout 0.0 is not allowed"),
         (["--allowed-host", "http://a.org"], "--allowed-host 'http://a.org' is not a name or an address"),
         (["--api-key", "short"], "the API key must have at least 8 characters"),
@@ -217,13 +248,20 @@ def test_race_after_race_gets_equal_shares(served_model: Path) -> None:
     pipe = Pipeline.from_pretrained(served_model, drafter="jacobi", tree="chain:depth=2")
     with run_server(pipe, slots=4) as running:
         assert post(running, tree="none").status_code == post(running).status_code == 200
-        schedulers, passes = running.engine._schedulers, []
-        steps = {name: entry.scheduler.step for name, entry in schedulers.items()}
-        for name, entry in schedulers.items():
-            entry.scheduler.step = lambda name=name: (passes.append(name), steps[name]())[1]  # type: ignore
+        engine, passes = running.engine, []
+        schedulers, step = engine._schedulers, engine._step
         for ahead, behind in (("none", "auto"), ("auto", "none")):
             schedulers[ahead].seconds, schedulers[behind].seconds = 50.0, 1.0
             passes.clear()
+
+            def step_and_wait(entry: TreeScheduler, behind: str = behind, ahead: str = ahead) -> None:
+                """The first request waits after its first pass until the second has come."""
+                step(entry)
+                passes.append(behind if entry is schedulers[behind] else ahead)
+                while len(passes) == 1 and not schedulers[ahead].scheduler.has_work:
+                    time.sleep(0.0005)
+
+            engine._step = step_and_wait  # type: ignore[method-assign]
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 first = pool.submit(post, running, tree=behind, n=4)
                 while not passes:

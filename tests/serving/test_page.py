@@ -90,6 +90,14 @@ def visit(browser: Browser, server: RunningServer) -> Iterator[Visit]:
     with open_page(browser, server.url) as opened:
         yield opened
         assert opened.problems == []
+    wait_until_idle(server)
+
+
+def wait_until_idle(server: RunningServer, seconds: float = 5) -> None:
+    end = time.monotonic() + seconds
+    while not server.engine.is_idle and time.monotonic() < end:
+        time.sleep(0.01)
+    assert server.engine.is_idle and server.engine.running == 0
 
 
 class open_page:  # noqa: N801
@@ -180,10 +188,7 @@ def test_cancel_frees_the_slot(visit: Visit, server: RunningServer) -> None:
     visit.wait("() => parseInt(document.querySelector('#r-tokens').textContent) > 6")
     visit.page.keyboard.press("Escape")
     visit.wait("() => document.querySelector('#status').textContent === 'Cancelled.'")
-    end = time.monotonic() + 5
-    while not server.engine.is_idle and time.monotonic() < end:
-        time.sleep(0.01)
-    assert server.engine.is_idle and server.engine.running == 0
+    wait_until_idle(server)
     visit.start_drawing(seed=2)
     visit.wait("() => document.querySelectorAll('#history li').length === 1")
 
@@ -201,6 +206,55 @@ def test_refusals_are_shown_in_words(browser: Browser, server: RunningServer) ->
         visit.page.unroute("**/draw")
         visit.start_drawing("a zebra")
         visit.wait("() => document.querySelectorAll('#history li').length === 1")
+
+
+def test_refused_picture_leaves_the_one_before_it(browser: Browser, server: RunningServer) -> None:
+    """The sheet, Download and Replay always speak of the same picture; an unfinished one cannot be saved."""
+    with open_page(browser, server.url) as visit:
+        visit.start_drawing(seed=5)
+        visit.wait("() => document.querySelectorAll('#history li').length === 1")
+        answer = {"error": {"message": "the server is warming up; try again in a moment."}}
+        visit.page.route("**/draw", lambda route: route.fulfill(status=503, json=answer))
+        visit.start_drawing(seed=6)
+        visit.wait("() => document.querySelector('#status').dataset.tone === 'error'")
+        assert visit.text("#status") == "The server is warming up; try again in a moment."
+        assert tokens_drawn(visit) == SIDE**2 and visit.page.is_enabled("#download")
+        visit.page.route("**/draw", lambda route: route.fulfill(status=502, body="<h1>Bad gateway</h1>"))
+        visit.start_drawing(seed=6)
+        visit.wait("() => document.querySelector('#status').textContent.includes('status 502 and no reason')")
+        visit.page.unroute("**/draw")
+        visit.start_drawing(seed=7)
+        visit.wait("() => parseInt(document.querySelector('#r-tokens').textContent) > 6")
+        visit.page.keyboard.press("Escape")
+        visit.wait("() => document.querySelector('#status').textContent === 'Cancelled.'")
+        assert 6 < tokens_drawn(visit) < SIDE**2
+        assert not visit.page.is_enabled("#download") and not visit.page.query_selector("#history .current")
+        visit.page.click("#history button")
+        assert tokens_drawn(visit) == SIDE**2 and visit.page.is_enabled("#download")
+        visit.page.click("#replay")
+        visit.wait("() => parseInt(document.querySelector('#r-tokens').textContent) < 100")
+        visit.page.keyboard.press("Escape")
+        visit.wait(f"() => document.querySelector('#r-tokens').textContent === '{SIDE**2} / {SIDE**2}'")
+
+
+def test_focus_stays_on_a_button(visit: Visit) -> None:
+    """Buttons that vanish or rest while a picture is drawn hand the focus to Draw."""
+    focused = "() => document.activeElement.id"
+    visit.page.focus("#draw")
+    visit.page.keyboard.press("Space")
+    visit.wait("() => parseInt(document.querySelector('#r-tokens').textContent) > 6")
+    assert visit.page.evaluate(focused) == "draw" and visit.page.get_attribute("#draw", "aria-disabled") == "true"
+    visit.page.keyboard.press("Tab")
+    assert visit.page.evaluate(focused) == "cancel"
+    visit.page.keyboard.press("Enter")
+    visit.wait("() => document.querySelector('#status').textContent === 'Cancelled.'")
+    assert visit.page.evaluate(focused) == "draw"
+    visit.page.focus("#race")
+    visit.page.keyboard.press("Enter")
+    visit.wait("() => parseInt(document.querySelector('#r-tokens').textContent) > 6")
+    assert visit.page.evaluate(focused) == "draw"
+    visit.page.keyboard.press("Escape")
+    visit.wait("() => document.querySelector('#status').textContent === 'Cancelled.'")
 
 
 def test_busy_server_says_so(browser: Browser, server: RunningServer) -> None:
@@ -232,11 +286,15 @@ def test_key_is_asked_for(browser: Browser, model: Path) -> None:
     ):
         assert visit.page.is_visible("#key")
         visit.start_drawing()
-        visit.wait("() => document.querySelector('#status').textContent.includes('API key')")
+        visit.wait("() => document.querySelector('#status').textContent.includes('needs an API key')")
+        for wrong in ("wrong horse", "верный"):
+            visit.page.fill("#key", wrong)
+            visit.page.keyboard.press("Enter")
+            visit.wait("() => document.querySelector('#status').textContent.includes('not the API key')")
         visit.page.fill("#key", "correct horse")
-        visit.page.keyboard.press("Tab")
-        visit.start_drawing()
+        visit.page.keyboard.press("Enter")
         visit.wait("() => document.querySelectorAll('#history li').length === 1")
+        assert not visit.page.is_visible("#key")
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (390, "dark")])

@@ -33,6 +33,11 @@ def build_request(engine: EngineThread, options: DrawingOptions, images: int = 1
         message = f"size {options.size} is not one of this model's: {allowed}."
         raise ApiError(400, message, param="size", code="invalid_value") from None
     try:
+        if options.negative_prompt is not None:
+            pipe.model.check_prompt(options.negative_prompt)
+    except ConfigError as error:
+        raise ApiError(400, str(error), param="negative_prompt", code="invalid_value") from None
+    try:
         return pipe.request(
             options.prompt,
             negative_prompt=options.negative_prompt,
@@ -51,8 +56,10 @@ def build_request(engine: EngineThread, options: DrawingOptions, images: int = 1
 
 def _blamed(message: str) -> str:
     """The field that a ConfigError of a request speaks of; its first word, or the prompt."""
-    names = {"guidance": "guidance_scale", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
-    return names.get(message.split()[0], "prompt")
+    name = message.split()[0]
+    if name == "guidance":
+        return "guidance_scale"
+    return name if name in ("temperature", "top_k", "top_p", "seed") else "prompt"
 
 
 def timed_out(seconds: float) -> ApiError:

@@ -79,7 +79,7 @@ class Job:
     """The images of one HTTP request; its events are read by one task of the event loop."""
 
     id: str
-    pipe: Pipeline  # that draws it
+    scheduler: Scheduler  # that draws it
     request: GenerationRequest
     partial_images: int = 0  # pictures to decode on the way, evenly spaced
     live: bool = False  # send every pass, and previews as often as time allows
@@ -89,6 +89,10 @@ class Job:
     is_cancelled: bool = False
     prompt_tokens: int = 0  # counted when the first image is finished
     _partials_sent: dict[ScheduledImage, int] = field(default_factory=dict)
+
+    @property
+    def pipe(self) -> Pipeline:
+        return self.scheduler.pipe
 
     def partial_is_due(self, image: ScheduledImage) -> bool:
         """Whether the image has passed the next of `partial_images` marks."""
@@ -151,11 +155,8 @@ class EngineThread:
 
     def count_ahead(self, job: Job) -> int:
         """How many images must end before the first of a new job gets a slot."""
-        for entry in list(self._schedulers.values()):
-            if entry.scheduler.pipe is job.pipe:
-                scheduler = entry.scheduler
-                return max(0, scheduler.running + scheduler.waiting - len(job.images) - scheduler.slots + 1)
-        return 0
+        scheduler = job.scheduler
+        return max(0, scheduler.running + scheduler.waiting - len(job.images) - scheduler.slots + 1)
 
     @property
     def is_draining(self) -> bool:
@@ -188,14 +189,15 @@ class EngineThread:
                     f"n {len(request.prompts)} is more than this server takes; use at most {self.slots + self.queue}."
                 )
                 raise ApiError(400, message, param="n", code="invalid_value")
-            if len(self._jobs) + len(request.prompts) > self.slots + self.queue:
+            wanted = sum(not job.is_cancelled for job in self._jobs.values())  # others leave before the next pass
+            if wanted + len(request.prompts) > self.slots + self.queue:
                 raise errors.busy(self.retry_after())
             entry = self._scheduler(tree)
             scheduler = entry.scheduler
             if not scheduler.has_work:  # what it did before counts neither for nor against it
                 busy = [other.seconds for other in self._schedulers.values() if other.scheduler.has_work]
                 entry.seconds = min(busy, default=0.0)
-            job = Job(id, scheduler.pipe, request, partial_images, live)
+            job = Job(id, scheduler, request, partial_images, live)
             try:
                 job.images = scheduler.add(request, request_id=id)
             except ConfigError as error:
@@ -208,30 +210,30 @@ class EngineThread:
         """Stop drawing a job before the next pass; its images leave their slots then."""
         job.is_cancelled = True
         with self._lock:
-            for entry in self._schedulers.values():
-                entry.scheduler.cancel([image for image in job.images if not image.is_done])
+            job.scheduler.cancel([image for image in job.images if not image.is_done])
             self._lock.notify_all()
 
     def drain(self) -> None:
         """Refuse new requests and those that wait; images in slots are finished."""
         with self._lock:
             self._is_draining = True
-            waiting = [image for image in self._jobs if image.status == "waiting"]
-            for entry in self._schedulers.values():
-                entry.scheduler.cancel(waiting)
+            for image, job in self._jobs.items():
+                if image.status == "waiting":
+                    job.scheduler.cancel([image])
             self._lock.notify_all()
 
     def cancel_all(self) -> None:
         with self._lock:
-            for entry in self._schedulers.values():
-                entry.scheduler.cancel(list(self._jobs))
+            for image, job in self._jobs.items():
+                job.scheduler.cancel([image])
             self._lock.notify_all()
 
     def _scheduler(self, tree: str) -> TreeScheduler:
         """The scheduler of a tree policy. Idle ones make room for new ones."""
         if tree in self._schedulers:
             return self._schedulers[tree]
-        idle = [name for name, entry in self._schedulers.items() if name != "auto" and not entry.scheduler.has_work]
+        in_use = {job.scheduler for job in self._jobs.values()}  # has_work is false while an image is prefilled
+        idle = [name for name, entry in self._schedulers.items() if name != "auto" and entry.scheduler not in in_use]
         if len(self._schedulers) >= MAX_TREES:
             if not idle:
                 raise errors.busy(self.retry_after())
@@ -280,7 +282,8 @@ class EngineThread:
         if step.results:
             self.failures = 0
         else:
-            self.failures += any(image.status == "failed" for image in step.finished)
+            failed = [image.error for image in step.finished if image.error is not None]
+            self.failures += any(errors.drawing_failed(error).status_code >= 500 for error in failed)
         for image, result in step.results:
             self._send(self._jobs[image], Pass(image, result))
             if not image.is_done:
@@ -293,7 +296,7 @@ class EngineThread:
         self.failures += 1
         with self._lock:
             self._schedulers.pop(tree, None)
-            crashed = [image for image, job in self._jobs.items() if job.pipe is entry.scheduler.pipe]
+            crashed = [image for image, job in self._jobs.items() if job.scheduler is entry.scheduler]
         self._fail(crashed, error)
 
     def _send_partial(self, image: ScheduledImage) -> None:
@@ -358,6 +361,8 @@ def with_tree(pipe: Pipeline, tree: str) -> Pipeline:
     """The same model and drafter with another tree policy, which a client has named; raises ApiError."""
     try:
         spec = parse(tree)
+        if spec.name in ("auto", "none") and spec.options:
+            raise ConfigError(f"the tree {spec.name} has no options.")
         if spec.name == "none":
             return pipe.plain()
         if spec.name not in TREES:

@@ -21,7 +21,9 @@ class ApiError(HTTPException):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
     ) -> None:
-        headers = {"Retry-After": str(retry_after)} if retry_after else None
+        headers = {"Retry-After": str(retry_after)} if retry_after else {}
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         super().__init__(status, message, headers)
         self.message, self.param, self.code = _printable(message), param and _printable(param), code
 

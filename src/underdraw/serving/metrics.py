@@ -18,14 +18,15 @@ class Metrics:
     def __init__(self, engine: EngineThread) -> None:
         registry = self._registry = CollectorRegistry()
 
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            return Histogram(f"underdraw_{name}", text, buckets=tuple(buckets), registry=registry)
+        def histogram(name: str, text: str, buckets: Iterable[float], labels: Iterable[str] = ()) -> Histogram:
+            return Histogram(f"underdraw_{name}", text, tuple(labels), buckets=tuple(buckets), registry=registry)
 
         def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(f"underdraw_{name}", text, tuple(labels), registry=registry)
 
         self.requests = counter("requests", "HTTP requests.", ("route", "status"))
-        self.request_seconds = histogram("request_seconds", "From a request to the last byte of its answer.", SECONDS)
+        text = "From a request to the last byte of its answer."
+        self.request_seconds = histogram("request_seconds", text, SECONDS, ("route",))
         self.images = counter("images", "Images that left the server or failed.", ("status",))
         self.partial_images = counter("partial_images", "Partial images decoded.")
         self.tokens = counter("tokens", "Image tokens committed.")

@@ -20,6 +20,7 @@ from underdraw.serving.settings import ServerSettings
 log = logging.getLogger(__name__)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 GUARDED = ("/v1/", "/draw", "/metrics")  # routes that need the API key; the page and /health do not
+PROBES = ("/health", "/metrics")  # asked for every few seconds; logged only where they fail
 SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -109,6 +110,7 @@ class RequestMiddleware:
     def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")  # not the path: clients could invent millions
         self.metrics.requests.labels(route, str(status)).inc()
-        self.metrics.request_seconds.observe(seconds)
+        self.metrics.request_seconds.labels(route).observe(seconds)
         details = scope["state"].get("log", "")
-        log.info("%s %s %s %d %.3f s%s", request_id, scope["method"], route, status, seconds, details)
+        level = logging.DEBUG if route.startswith(PROBES) and status < 400 else logging.INFO
+        log.log(level, "%s %s %s %d %.3f s%s", request_id, scope["method"], route, status, seconds, details)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -51,7 +52,7 @@ async def generate_images(body: ImageRequest, request: Request) -> Response:
     job = engine.submit(
         build_request(engine, body, body.images),
         id=request.state.request_id,
-        tree=body.tree or "auto",
+        tree=body.tree_policy,
         partial_images=body.partials,
     )
     request.state.log = f" images={body.images}" + (f" prompt={body.prompt!r}" if settings.log_prompts else "")
@@ -72,7 +73,7 @@ class ImageAnswer:
         self.created = int(time.time())
         size = job.request.size
         self.echo = body.echo(f"{size.width}x{size.height}")
-        self._partials = 0
+        self._partials: Counter[int] = Counter()  # partial images sent of each image
 
     async def body(self, finished: list[Finished]) -> dict[str, Any]:
         data = [await self._item(event) for event in finished]
@@ -84,10 +85,10 @@ class ImageAnswer:
             name = "image_generation.partial_image"
             data = {
                 "b64_json": await self._encode(event.picture),
-                "partial_image_index": self._partials,
+                "partial_image_index": self._partials[event.image.index],
                 "underdraw": {"image": event.image.index, "cells": event.cells},
             }
-            self._partials += 1
+            self._partials[event.image.index] += 1
         elif isinstance(event, Finished):
             name = "image_generation.completed"
             output = pictures.describe(self.job.pipe, event.image, event.picture)

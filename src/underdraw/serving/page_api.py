@@ -30,6 +30,7 @@ FILES = {path.name: path for path in (Path(__file__).parent / "page").iterdir() 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
+@router.head("/")
 @router.get("/")
 async def page() -> Response:
     return page_file("index.html")
@@ -76,7 +77,7 @@ async def draw(body: DrawingOptions, request: Request) -> Response:
     """Draw one image and stream its passes, previews and the finished picture."""
     engine: EngineThread = request.app.state.engine
     settings: ServerSettings = request.app.state.settings
-    job = engine.submit(build_request(engine, body), id=request.state.request_id, tree=body.tree or "auto", live=True)
+    job = engine.submit(build_request(engine, body), id=request.state.request_id, tree=body.tree_policy, live=True)
     request.state.log = " images=1" + (f" prompt={body.prompt!r}" if settings.log_prompts else "")
     answer = LiveAnswer(job, request.app.state.palette)
     return EventStream(engine, job, settings.timeout, answer.stream_events, [("start", answer.start(engine))])

@@ -25,7 +25,7 @@ class DrawingOptions(BaseModel):
     prompt: Prompt
     negative_prompt: Text | None = None
     size: Annotated[str, Field(max_length=20)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED - MAX_IMAGES)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     temperature: Number | None = None
     guidance_scale: Number | None = None
     top_k: Annotated[int, Field(ge=0, le=10**6)] | None = None
@@ -45,6 +45,11 @@ class DrawingOptions(BaseModel):
         if size not in (None, "auto") and not re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,4}", size or ""):
             raise ValueError("write WIDTHxHEIGHT in pixels, or auto.")
         return size
+
+    @property
+    def tree_policy(self) -> str:
+        """The tree policy by name; the server's own without one."""
+        return "auto" if self.tree is None else self.tree.strip()
 
     def height_width(self) -> tuple[int | None, int | None]:
         """Height and width of `size`; None and None for the model's default."""

@@ -64,8 +64,16 @@ def serve(pipe: Pipeline, settings: ServerSettings, on_ready: Callable[[str, flo
     config = uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=int(FLUSH_SECONDS)
     )
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    server = DrainingServer(config, engine, lambda port: on_ready(f"http://{host}:{port}/", engine.warm_up_seconds))
+    if settings.is_open_to_all:
+        log.warning(
+            "listening on %s: everybody who can reach this machine can draw; --api-key asks for a key.",
+            settings.host,
+        )
+
+    def announce(port: int) -> None:
+        on_ready(f"http://{settings.address}:{port}/", engine.warm_up_seconds)
+
+    server = DrainingServer(config, engine, announce)
     asyncio.run(server.serve([listener]))
     if engine.warm_up_error is not None:
         raise engine.warm_up_error

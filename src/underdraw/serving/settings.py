@@ -26,12 +26,14 @@ class ServerSettings:
     queue: int = 64  # images that may wait
     timeout: float = 600.0  # seconds from a request to its last byte
     body_timeout: float = 10.0  # seconds that a client may take to send its request
-    max_body: int = 256 * 1024  # bytes
+    max_body: int = 512 * 1024  # bytes: a prompt of 32,000 emoji, escaped, has 384,000
     api_key: str | None = None
     log_prompts: bool = False
     page: bool = True
 
     def __post_init__(self) -> None:
+        if not self.host.strip():
+            raise ConfigError("--host is empty; use 127.0.0.1 for this machine alone, or 0.0.0.0 for all.")
         check_number("--port", self.port, 0, 65535)
         check_number("--slots", self.slots, 1, MAX_SLOTS)
         check_number("--queue", self.queue, 0, MAX_QUEUE)
@@ -45,6 +47,17 @@ class ServerSettings:
                 )
         if self.api_key is not None and (len(self.api_key) < 8 or not self.api_key.isascii()):
             raise ConfigError("the API key must have at least 8 characters, all of them ASCII.")
+
+    @property
+    def address(self) -> str:
+        """The host as part of an address that a browser on this machine can open."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]" if ":" in host else host
+
+    @property
+    def is_open_to_all(self) -> bool:
+        """Whether other machines can use the server without a key."""
+        return self.api_key is None and not _is_loopback(self.host)
 
     def accepts_host(self, header: str) -> bool:
         """Whether a request with this Host header may be answered.

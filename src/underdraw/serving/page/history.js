@@ -24,17 +24,12 @@ export class History {
     details.textContent = describe(picture);
     open.append(thumbnail, caption, details);
     open.title = `${body.prompt}\n${describe(picture)}`;
-    open.addEventListener("click", () => this.open(picture));
+    open.addEventListener("click", () => this.onOpen(picture));
     item.append(open);
     this.list.prepend(item);
     picture.item = item;
     if (this.pictures.length > MAX_PICTURES) this.pictures.pop().item.remove();
     this.mark(picture);
-  }
-
-  open(picture) {
-    this.mark(picture);
-    this.onOpen(picture);
   }
 
   mark(picture) {

@@ -21,11 +21,18 @@ function say(text, tone = "") {
   element("status").dataset.tone = tone;
 }
 
+/** Hides an element or not; the focus must not vanish with it. */
+function setHidden(id, isHidden) {
+  const hasFocus = element(id).contains(document.activeElement);
+  element(id).hidden = isHidden;
+  if (isHidden && hasFocus) element("draw").focus();
+}
+
 function setRunning(controller) {
   running = controller;
-  element("cancel").hidden = !controller;
-  element("race").hidden = Boolean(controller);
-  element("draw").disabled = Boolean(controller);
+  setHidden("cancel", !controller);
+  setHidden("race", Boolean(controller));
+  element("draw").setAttribute("aria-disabled", Boolean(controller)); // a disabled button would lose the focus
   document.body.classList.toggle("drawing", Boolean(controller));
   for (const id of ["download", "replay"]) element(id).disabled = Boolean(controller) || !current;
 }
@@ -80,6 +87,7 @@ async function drawOn(sheet, body, signal) {
   const onEvent = async (name, data) => {
     if (name === "start") {
       announce(data);
+      setHidden("key-row", true); // the key was accepted
       isWaiting = data.ahead > 0;
       if (data.rows !== sheet.rows || data.columns !== sheet.columns) sheet.clear(data.rows, data.columns);
     } else if (name === "pass") {
@@ -88,7 +96,8 @@ async function drawOn(sheet, body, signal) {
       isWaiting = false;
       if (sheet === sheets[shown]) updateReadout();
     } else if (name === "preview") {
-      sheet.showPreview(await loadImage("jpeg", data.image), data.cells);
+      const preview = await loadImage("jpeg", data.image);
+      if (!signal.aborted) sheet.showPreview(preview, data.cells);
     } else if (name === "done") {
       result = data;
     }
@@ -96,7 +105,8 @@ async function drawOn(sheet, body, signal) {
   await postEvents("/draw", body, { key: sessionStorage.getItem("key"), signal, onEvent });
   const image = await loadImage("png", result.image);
   sheet.finish(image, result.maps);
-  return { body, result, image, passes: sheet.passes };
+  const { rows, columns, passes } = sheet;
+  return { body, result, image, rows, columns, passes };
 }
 
 function announce({ ahead, unknown_words: unknown }) {
@@ -108,7 +118,8 @@ function announce({ ahead, unknown_words: unknown }) {
   }
 }
 
-async function attempt(action) {
+/** Runs something that can be cancelled or refused, and then `onFailure`. */
+async function attempt(action, onFailure = abandon) {
   if (running || !controls) return;
   const controller = new AbortController();
   setRunning(controller);
@@ -117,12 +128,20 @@ async function attempt(action) {
     await action(controller.signal);
     if (element("status").dataset.tone !== "note") say("");
   } catch (error) {
+    onFailure();
     if (error.name === "AbortError") say("Cancelled.");
     else if (error instanceof Refusal) refuse(error);
     else throw error;
   } finally {
     setRunning(null);
   }
+}
+
+/** A picture that was not begun leaves the one before it on the sheet; one that was not finished stays and is not saved. */
+function abandon() {
+  if (current && sheets.every((sheet) => !sheet.drawn)) return show(current);
+  current = null;
+  history.mark(null);
 }
 
 function refuse(error) {
@@ -189,18 +208,23 @@ function openPicture(picture) {
   if (running) return;
   current = picture;
   controls.restore(picture.body);
-  arrange(false);
+  show(picture);
+  history.mark(picture);
+  setRunning(null);
+}
+
+function show(picture) {
+  arrange(false, picture);
   const [sheet] = sheets;
   for (const pass of picture.passes) sheet.addPass(pass);
   sheet.finish(picture.image, picture.result.maps);
   updateReadout();
-  setRunning(null);
 }
 
 const replay = () =>
   attempt(async (signal) => {
     const { passes, image, result } = current;
-    arrange(false);
+    arrange(false, current);
     say("Replaying the passes at their own speed.");
     for (const pass of passes) {
       await new Promise((resolve) => setTimeout(resolve, pass.seconds * 1000));
@@ -209,7 +233,7 @@ const replay = () =>
       updateReadout();
     }
     sheets[0].finish(image, result.maps);
-  });
+  }, () => show(current));
 
 // ---- keyboard and theme
 

@@ -9,20 +9,21 @@ export class Refusal extends Error {
 }
 
 const GONE = "The server cannot be reached. Is underdraw serve still running?";
+const WRONG_KEY = "That is not the API key of this server; enter it below.";
 
 function sentence(text) {
-  return text ? text[0].toUpperCase() + text.slice(1) : "The server gave no reason.";
+  return text[0].toUpperCase() + text.slice(1);
 }
 
-async function refusal(response) {
+async function refusal(response, key) {
   const body = await response.json().catch(() => null);
   const retryAfter = Number(response.headers.get("Retry-After")) || 0;
   const texts = {
-    401: "This server needs an API key; enter it below.",
+    401: key ? WRONG_KEY : "This server needs an API key; enter it below.",
     429: `The server is busy: its queue is full. Try again in about ${retryAfter || 1} s.`,
-    503: "The server is shutting down or out of memory. Try again later.",
   };
-  const text = texts[response.status] ?? sentence(body?.error?.message ?? "");
+  const message = body?.error?.message || `the server answered with status ${response.status} and no reason.`;
+  const text = texts[response.status] ?? sentence(message);
   return new Refusal(text, { status: response.status, retryAfter });
 }
 
@@ -40,6 +41,7 @@ export async function fetchJson(url) {
 /** Calls `onEvent(name, data)` for every event of a POST; resolves after the last one, throws a Refusal. */
 export async function postEvents(url, body, { key, signal, onEvent }) {
   const headers = { "Content-Type": "application/json" };
+  if (/[^ -~]/.test(key ?? "")) throw new Refusal(WRONG_KEY, { status: 401 }); // keys are ASCII, headers too
   if (key) headers.Authorization = `Bearer ${key}`;
   let response;
   try {
@@ -47,7 +49,7 @@ export async function postEvents(url, body, { key, signal, onEvent }) {
   } catch (error) {
     throw error.name === "AbortError" ? error : new Refusal(GONE);
   }
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok) throw await refusal(response, key);
   let finished = false;
   try {
     for await (const [name, data] of events(response.body)) {

@@ -176,5 +176,5 @@ def test_proposals_as_documented() -> None:
 def test_overhead_of_the_loop_is_milliseconds() -> None:
     """A loose bound, for slow and busy machines; docs/lab.md has the measured figure."""
     result = json.loads(shell(f"{sys.executable} benchmarks/overhead.py --repeats 5 --json"))["milliseconds"]
-    assert {"plan", "grow", "verify", "commit", "loop"} <= set(result)
+    assert {"plan (adjacency)", "plan (budget)", "grow", "verify", "commit", "loop"} <= set(result)
     assert result["loop"] < 12

@@ -16,9 +16,11 @@ import torch
 import toy_models
 
 from underdraw.bench.engine import fastest_attention
+from underdraw.bench.engine_tables import aims_sections
 from underdraw.bench.replay import ReplayPolicy, ReplayVerifier, Trace
 from underdraw.bench.transformers_baseline import time_transformers
 from underdraw.cli.app import main
+from underdraw.cli.options import RANDOM_MODELS
 from underdraw.drafters.jacobi import Jacobi
 from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 from underdraw.errors import ConfigError
@@ -53,6 +55,7 @@ def test_random_models_have_published_sizes(name: str) -> None:
 
 
 def test_help_lists_the_random_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(RANDOM_MODELS) == set(SHAPES)
     assert main(["bench", "engine", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert [name for name in SHAPES if not re.search(rf"[ :]{re.escape(name)}[ ,.]", text)] == []
@@ -163,7 +166,8 @@ def test_engine_command_shows_progress_from_the_start(capsys: pytest.CaptureFixt
 )
 def test_bad_option_prints_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", *words]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error and ("random:gpt" not in words or len(error.splitlines()) == 1)
 
 
 @pytest.mark.parametrize(
@@ -186,19 +190,41 @@ def test_transformers_baseline_of_every_family(name: str, expected: str) -> None
 
 
 def test_gpu_session_with_a_toy_model(tmp_path: Path) -> None:
-    """The script for a machine with a GPU, with a toy model: every part is saved."""
+    """The script for a machine with a GPU, with a toy model: every command runs and writes its result."""
     root = Path(__file__).parent.parent.parent
-    words = [sys.executable, "benchmarks/gpu_session.py", str(tmp_path), "--tiny", "--only", "anole-7b"]
+    words = [sys.executable, "benchmarks/gpu_session.py", str(tmp_path), "--tiny", "--only", "engine"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tests share the machine
     done = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout
-    assert json.loads((tmp_path / "session.json").read_text())[0]["code"] == 0
-    record = json.loads((tmp_path / "anole-7b.json").read_text())
-    assert len(record["replays"]) == len(list((root / "benchmarks" / "traces").glob("*.json"))) >= 2
-    assert "transformers" in record
+    results = json.loads((tmp_path / "session.json").read_text())
+    assert [result["code"] for result in results] == [0, 0]
+    written = {path.name for path in (tmp_path / "results" / "engine").glob("*.json")}
+    committed = {path.name for path in (root / "benchmarks" / "results" / "engine").glob("*.json")}
+    assert written == {"anole-7b.json", "anole-7b-int8.json"} and written < committed
+    assert "transformers" in json.loads((tmp_path / "results" / "engine" / "anole-7b.json").read_text())
 
 
 def test_fastest_attention_backend() -> None:
     times = {"compiled, sdpa": {"1": 5.0, "64": 6.0}, "compiled, tree": {"1": 4.0, "64": 6.5}}
     assert fastest_attention(times) == "tree"
     assert fastest_attention({**times, "compiled, tree": {"error": "no triton"}}) == "sdpa"
+
+
+def test_aims_are_compared_with_measurements() -> None:
+    machine = {"device": "a GPU", "torch": "2.11", "python": "3.12", "commit": "c" * 40}
+    common = {"model": "random:anole-7b", "dtype": "bfloat16", "numerics": "row-invariant", "machine": machine}
+    full = {**common, "weights": "full", "floor_ms": 3.0, "verify_ms": {"1": 4.2, "64": 5.4}}
+    full["plain"] = {"over_floor": 1.4, "host_share": 0.01}
+    light = {**common, "weights": "int8", "floor_ms": 1.5, "verify_ms": {"1": 2.6, "64": 7.0}}
+    other = {**full, "numerics": "fastest", "verify_ms": {"1": 9.9, "64": 9.9}}
+    full["profiles"] = {"1": [{"kernel": name, "count": 2.0, "ms": 1.0} for name in ("_gemm", "_sums", "_topk")]}
+    aims, passes, kernels = aims_sections([other, full, light])
+    assert kernels.table is not None
+    row = ["random:anole-7b, bfloat16, 1 node", "6", "1.00", "1.00", "0.00", "1.00", "3.00", "4.20"]
+    assert kernels.table.rows == [row]
+    assert aims.table is not None and passes.table is not None and "commit ccccccc" in aims.text
+    measured = {row[0].partition(": ")[2]: row[1:] for row in aims.table.rows}
+    assert measured["plain pass over the bandwidth bound"] == ("1.42", "1.400")
+    assert measured["pass over 64 nodes over a pass over 1"] == ("1.25", "**1.286**")
+    assert measured["`int8` over bfloat16, plain pass"] == ("0.65", "0.619")
+    assert len(passes.table.rows) == 2 and aims_sections([other]) == []

@@ -51,19 +51,32 @@ def test_measured_speed_becomes_a_table(families: Any, tmp_path: Path, monkeypat
     text = page.read_text()
     assert "| plain, ms per token (bound) | pass over 64 nodes, ms |" in text
     assert f"| {speed['plain_ms']:.2f} ({speed['floor_ms']:.2f}) | {speed['tree_ms']:.2f} |" in text
+    earlier = json.loads(out.read_text())
+    record = {"models": [{key: value for key, value in earlier["models"][0].items() if key != "speed"}]}
+    families.keep_earlier_speeds(record, {**earlier, "machine": {"commit": "0123456789abcdef"}})
+    out.write_text(json.dumps({**earlier, **record}))
+    assert call("plot", "--page", page).code == 0
+    assert f"| {speed['tree_ms']:.2f}, at 0123456789ab |" in page.read_text()
 
 
 def test_custom_generate_results_become_a_table(tmp_path: Path) -> None:
-    result = {"seconds": 0.5, "speedup": 4.0, "tokens_per_pass": 5.5, "equal_codes": 1.0}
+    result = {"seconds": 0.5, "speedup": 4.0, "tokens_per_pass": 5.5, "equal_codes": 1.0, "first_difference": None}
     level = {
         "accuracy": 0.8,
         "transformers_seconds": 2.0,
-        "trees": {"none": {**result, "speedup": 1.5}, "auto": result},
+        "trees": {"none": {**result, "speedup": 1.5, "first_difference": 37}, "auto": result},
     }
+    models = [
+        {"family": family, "tokens": 256, "guidance": scale, "levels": [level]}
+        for family, scale in (("janus", 5.0), ("chameleon", 1.0))
+    ]
     machine = {"device": "a GPU", "torch": "2", "commit": "abc"}
-    facts = {"kind": "custom-generate", "model": "Janus, 7b", "side": 16, "dtype": "bfloat16", "transformers": "5"}
-    (tmp_path / "r.json").write_text(json.dumps({**facts, "machine": machine, "levels": [level]}))
+    facts = {"kind": "custom-generate", "size": "published", "dtype": "bfloat16", "transformers": "5"}
+    (tmp_path / "r.json").write_text(json.dumps({**facts, "machine": machine, "models": models}))
     page = tmp_path / "page.md"
     page.write_text("<!-- results: r.json -->\n<!-- end -->\n")
     assert call("plot", "--page", page).code == 0
-    assert "| 80 % | `auto` | 5.50 | 2.00 | 0.50 | 4.00 | 100.0 % |" in page.read_text()
+    text = page.read_text()
+    assert "greedy, guidance janus 5, bfloat16" in text
+    assert "| janus | 256 | 80 % | `none` | 5.50 | 2.00 | 0.50 | 1.50 | the first 37 |" in text
+    assert "| chameleon | 256 | 80 % | `auto` | 5.50 | 2.00 | 0.50 | 4.00 | all |" in text

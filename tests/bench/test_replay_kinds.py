@@ -70,18 +70,22 @@ def test_traces_are_recorded_and_replayed(tmp_path: Path) -> None:
     model = small_checkpoint.write(tmp_path / "small", length=160, drafter=False)
     costs = ["--costs", tmp_path / "costs.json"]
     run("costs", tmp_path / "costs.json", "--model", "toy", "--sizes", 1, 8, 16)
-    run("record", tmp_path / "traces.npz", "--model", model, "--per-kind", 1, "--batch", 5, *costs)
+    record = functools.partial(run, "record", tmp_path / "traces.npz", "--model", model, "--per-kind", 1, "--batch", 5)
+    record("--setting", "chain 64", "--setting", "tree 16")
+    record("--add", "--setting", "auto", *costs)
     traces = load_traces(tmp_path / "traces.npz")
-    settings = {"chain 64", "tree 64", "tree 128", "auto"}
-    assert len(traces) == 20 and {trace.about["setting"] for trace in traces} == settings
+    settings = {"chain 64", "tree 16", "auto"}
+    assert len(traces) == 15 and {trace.about["setting"] for trace in traces} == settings
     assert all(sum(trace.accepted) + len(trace.accepted) == small_checkpoint.TOKENS for trace in traces)
     text = run(
         "replay", tmp_path / "traces.npz", "--model", "toy", "--limit", 3, "--out", tmp_path / "replay.json", *costs
     )
-    record = json.loads((tmp_path / "replay.json").read_text())
-    assert len(record["rows"]) == 3 and all(row["over_plain"] > 0 for row in record["rows"])
+    result = json.loads((tmp_path / "replay.json").read_text())
+    assert len(result["rows"]) == 3 and all(row["over_plain"] > 0 for row in result["rows"])
     assert "random:toy" in text and "chain 64 | **" in text
-    section, growth = record_sections(read_record(tmp_path / "replay.json"))
+    section, fixed, growth = record_sections(read_record(tmp_path / "replay.json"))
+    assert fixed.table is not None and {row[0] for row in fixed.table.rows} == settings
+    assert " %)" in fixed.table.rows[-1][1] and fixed.table.columns[-1] == "all"
     assert growth.table is not None and [row[0] for row in growth.table.rows] == ["1", "8", "16"]
     assert growth.table.rows[0][2:] == ["-", "-"] and " %)" in growth.table.rows[2][3]
     assert section.table is not None and section.table.columns[1:3] == ("plain background", "gradient")

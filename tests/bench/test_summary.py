@@ -182,16 +182,20 @@ def test_published_summaries_follow_from_published_rows(folder: Path) -> None:
     ]
 
 
-COSTED_RUNS = [path for path in RUNS if json.loads((path / "run.json").read_text()).get("costs")]
-
-
-@pytest.mark.parametrize("folder", COSTED_RUNS, ids=lambda path: f"{path.parent.name}-{path.name}")
+@pytest.mark.parametrize("folder", RUNS, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_published_times_follow_from_the_cost_model(folder: Path) -> None:
-    """Costs measured on pictures with other trees predict times to a tenth: on a CPU all of them, on a GPU half."""
+    """Costs measured on pictures with other trees predict times to a tenth: on a CPU all of them, on a GPU half.
+
+    In runs without measured costs, costs fitted to half of the prompts predict half of the methods to 15 %.
+    """
     run = ResultFolder.read(folder)
-    checks = check_costs(list(run.rows.values()), run.info["costs"])
-    errors = {(check["method"], check["temperature"]): abs(check["by_costs"] - 1) for check in checks}
-    assert {method for method, _ in errors} == set(run.info["methods"]), "every method has a prediction"
-    assert statistics.median(errors.values()) < 0.1
-    if folder.name == "cpu":
+    checks, name = (
+        check_costs(list(run.rows.values()), run.info["costs"]),
+        "by_costs" if run.info["costs"] else "by_fit",
+    )
+    errors = {(check["method"], check["temperature"]): abs(check[name] - 1) for check in checks}
+    drawn = {key.method for key in run.rows}
+    assert {method for method, _ in errors} == (set(run.info["methods"]) if run.info["costs"] else drawn)
+    assert statistics.median(errors.values()) < (0.1 if run.info["costs"] else 0.15)
+    if folder.name == "cpu" and run.info["costs"]:
         assert {method: error for method, error in errors.items() if error > 0.1} == {}

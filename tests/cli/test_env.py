@@ -53,4 +53,4 @@ def test_measure_replaces_stored_costs(small_model: Path, tmp_path: Path, monkey
 
 
 def test_measure_checks_its_options(small_model: Path) -> None:
-    assert "9 should be less than or equal to 4" in call("env", "--measure", "-m", small_model, "--batch", 9).err
+    assert "99 should be less than or equal to 64" in call("env", "--measure", "-m", small_model, "--batch", 99).err

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent.parent
 def model_with_words(small_model: Path, tmp_path: Path) -> Path:
     """The small model with a list of words."""
     folder = shutil.copytree(small_model, tmp_path / "model")
-    words = {"subjects": {"animals": ["a fox"]}, "colours": ["red"], "words": ["a", "red", "fox"]}
+    words = {"subjects": {"animals": ["a fox"]}, "colours": ["red"], "words": ["a", "red", "fox", "plughs"]}
     (folder / "words.json").write_text(json.dumps(words))
     return folder
 
@@ -69,6 +69,7 @@ def test_unknown_words_of_the_benchmark_prompts() -> None:
     assert vocabulary is not None
     prompts = (ROOT / "benchmarks" / "prompts128.txt").read_text().splitlines()
     assert set(vocabulary.unknown_words(prompts)) == {"pirate", "lighthouse", "waterfall"}
+    assert vocabulary.similar_words(["three", "strawberries", "cute", "ballons"]) == ["strawberry", "balloon"]
 
 
 def test_unknown_words_are_reported(
@@ -79,7 +80,8 @@ def test_unknown_words_are_reported(
     record = call("generate", "a Red XYZZY fox, plugh", "-o", "a.png", *quick).record
     assert record["unknown_words"] == ["xyzzy", "plugh"]
     (warning,) = caplog.messages
-    assert "the words 'xyzzy', 'plugh'" in warning and f"underdraw models {model_with_words} --words" in warning
+    assert "the words 'xyzzy', 'plugh'" in warning and "(it knows 'plughs')" in warning
+    assert f"underdraw models {model_with_words} --words" in warning
     caplog.clear()
     assert call("generate", "a red fox", "-o", "b.png", *quick).record["unknown_words"] == [] and not caplog.messages
     Path("p.txt").write_text("a fox\nxyzzy\nxyzzy plugh\n")

@@ -13,6 +13,7 @@ import pytest
 from commands import Result, call, start
 from PIL import Image
 
+from underdraw.pipeline import Pipeline
 from underdraw.run_folder import RunFolder
 from underdraw.shards import StoredImage
 
@@ -174,3 +175,17 @@ def test_stopped_image_is_not_written(small_model: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr("underdraw.pipeline.Pipeline.decode_images", stop)
     done = call("generate", "fox", "-m", small_model, "-o", tmp_path / "a.png", "--tree", "none")
     assert (done.code, done.out, done.err) == (130, "", "stopped.\n") and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "change", [("--seed", 4), ("--n", 2), ("--limit", 1), ("-m", "tiny")], ids=lambda pair: pair[0]
+)
+def test_other_settings_are_refused_before_the_model_is_loaded(
+    command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[object, ...]
+) -> None:
+    """Those that are known without the model; it may have to be downloaded."""
+    run = [*command, "--limit", 2]
+    assert call(*run).code == 0
+    monkeypatch.setattr(Pipeline, "from_pretrained", lambda **_: pytest.fail("the model is loaded"))
+    done = call(*run, *change)
+    assert done.code == 2 and "holds a run with other settings" in done.err

@@ -30,14 +30,15 @@ def measure(
     seed: int = 0,
     on_image: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """All statistics as a record; `on_image` is called after every image."""
-    request = pipe.request(prompts[0], seed=seed)
+    """All statistics as a record, of distributions that no filter cuts; `on_image` is called after every image."""
+    unfiltered: dict[str, Any] = {"top_k": 0, "top_p": 1.0}
+    request = pipe.request(prompts[0], seed=seed, **unfiltered)
     is_probed = can_probe(pipe.drafter, pipe, request)
     entries = []
     for temperature in temperatures:
         histories, ranks, noiseless_ranks = [], [], []
         for index, text in enumerate(prompts):
-            sampling: dict[str, Any] = {"seed": seed + index, "temperature": temperature}
+            sampling: dict[str, Any] = {"seed": seed + index, "temperature": temperature, **unfiltered}
             output = pipe(text, **sampling, token_stats="keep", output_type="codes")
             histories.append(output.history)
             if is_probed:

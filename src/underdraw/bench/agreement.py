@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -131,11 +131,11 @@ def random_prompts(shape: ModelShape, count: int) -> list[Prompt]:
     return prompts
 
 
-def load_subject(name: str, placement: Placement, pictures: int) -> Subject:
-    """A checkpoint, or random weights of a published shape (`random:anole-7b`)."""
+def load_subject(name: str, placement: Placement, pictures: int, layers: int | None = None) -> Subject:
+    """A checkpoint, or random weights of a published shape (`random:anole-7b`), with fewer `layers` if given."""
     if name.startswith(RANDOM):
         shape = model_shape(name.removeprefix(RANDOM))
-        target = random_target(shape.arch, placement)
+        target = random_target(replace(shape.arch, layers=layers or shape.arch.layers), placement)
         return Subject(name, target, shape.layout, random_prompts(shape, pictures), shape.guidance, shape.top_k)
     from underdraw.pipeline import Pipeline
 

@@ -44,27 +44,44 @@ def _family(record: Record, family: str) -> Section:
 
 
 def _time(model: Record, text: str) -> str:
-    return text.format_map(model["speed"]) if "speed" in model else "-"
+    """A time, with its commit if another one than the record's was measured."""
+    if "speed" not in model:
+        return "-"
+    commit = model["speed"].get("commit")
+    return text.format_map(model["speed"]) + (f", at {commit[:12]}" if commit else "")
 
 
 def custom_generate_sections(record: Record) -> list[Section]:
-    """Both loops side by side, by the share of choices that follow the rule of the grids."""
+    """Both loops side by side, by model and by the share of choices that follow the rule of the grids."""
     entries = [
-        {"base": level["transformers_seconds"], "accuracy": level["accuracy"], "tree": tree, **result}
-        for level in record["levels"]
+        {**model, **level, "tree": tree, **result}
+        for model in record["models"]
+        for level in model["levels"]
         for tree, result in level["trees"].items()
     ]
     columns: dict[str, Cell] = {
+        "model": "{family}",
+        "tokens": "{tokens}",
         "predictable cells": lambda entry: percent(entry["accuracy"]),
         "tree": "`{tree}`",
         "tokens per pass": "{tokens_per_pass:.2f}",
-        "transformers, s": "{base:.2f}",
+        "transformers, s": "{transformers_seconds:.2f}",
         "custom_generate, s": "{seconds:.2f}",
         "times as fast": "{speedup:.2f}",
-        "equal codes": lambda entry: percent(entry["equal_codes"], 1),
+        "equal codes": _equal_codes,
     }
     text = (
-        f"{record['model']}, {record['side']}x{record['side']} codes, greedy, guidance 5, {record['dtype']}, "
-        f"transformers {record['transformers']}, {machine_label(record['machine'])}:"
+        f"Sizes `{record['size']}`, greedy, {_guidance(record)}, {record['dtype']}, transformers "
+        f"{record['transformers']}, {machine_label(record['machine'])}:"
     )
     return [Section(text=text, table=Table.of(entries, columns))]
+
+
+def _equal_codes(entry: Record) -> str:
+    first = entry["first_difference"]
+    return "all" if first is None else f"the first {first}"
+
+
+def _guidance(record: Record) -> str:
+    scales = [f"{model['family']} {model['guidance']:g}" for model in record["models"] if model["guidance"] != 1]
+    return f"guidance {', '.join(scales)}" if scales else "no guidance"

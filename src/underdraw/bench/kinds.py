@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from underdraw.bench.presets import PLAIN
-from underdraw.bench.sections import Record, Section, Table, machine_label, percent
+from underdraw.bench.sections import Record, Section, Table, machine_label, percent, sampling_label
 
 LABELS = {
     "plain": "plain background",
@@ -33,7 +33,7 @@ def kinds_sections(summary: Record) -> list[Section]:
         pictures = shown[0]["kinds"]["all"]["pictures"]
         text = f"Model {settings['model']}, temperature {temperature:g}, {pictures} pictures"
         if machine:
-            text += f"; {settings['dtype']}, guidance {settings['guidance']:g}, {machine_label(machine)}"
+            text += f"; {settings['dtype']}, {sampling_label(settings)}, {machine_label(machine)}"
         sections.append(Section(text=f"{text}.", table=_table(shown), note=NOTE))
     return sections
 
@@ -116,7 +116,25 @@ def replay_sections(record: Record) -> list[Section]:
         f"{str(machine['commit'])[:12]}; plain decoding {record['plain_ms']:.2f} ms per token."
     )
     replayed = Section("Replay at another size", text, Table(columns, table), f"Replayed: {record['note']}.")
-    return [replayed, *_cost_sections(record.get("costs"))]
+    return [replayed, *_by_cost_sections(record.get("by_costs")), *_cost_sections(record.get("costs"))]
+
+
+def _by_cost_sections(by_costs: Mapping[str, Mapping[str, float]] | None) -> list[Section]:
+    """Speed of all recorded settings by kind, and what `auto` loses or gains against the best fixed one."""
+    if not by_costs:
+        return []
+    kinds = [*(kind for kind in next(iter(by_costs.values())) if kind != "all"), "all"]
+    fixed = {kind: max(speed[kind] for name, speed in by_costs.items() if name != "auto") for kind in kinds}
+    rows = []
+    for name, speed in by_costs.items():
+        marks = {kind: f" ({100 * (speed[kind] / fixed[kind] - 1):+.1f} %)" if name == "auto" else "" for kind in kinds}
+        rows.append([name, *(f"{speed[kind]:.2f}x{marks[kind]}" for kind in kinds)])
+    note = (
+        "Total time of all recorded pictures by the cost of each pass (table below), relative to plain decoding. "
+        "In brackets: auto against the fastest fixed setting of the same kind."
+    )
+    columns = ("draft", *(LABELS.get(kind, kind) for kind in kinds))
+    return [Section("Against the best fixed size", "", Table(columns, rows), note)]
 
 
 def _cost_sections(costs: Record | None) -> list[Section]:

@@ -269,7 +269,6 @@ TRUNK = Preset(
     ),
     temperatures=(1.0,),
     prompts=40,
-    has_cost_model=False,
     drafter="any",
 )
 

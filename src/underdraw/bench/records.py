@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from underdraw.bench.engine_tables import model_label, pass_table, quality_sections
 from underdraw.bench.family_tables import custom_generate_sections, families_sections
 from underdraw.bench.kinds import neighbourhood_sections, replay_sections, sweep_sections
 from underdraw.bench.presets import PLAIN
@@ -42,35 +42,10 @@ def engine_folder_sections(folder: Path) -> list[Section]:
     records = engine_records(folder)
     timed = [record for record in records if {"1", "64"} <= record.get("verify_ms", {}).keys()]
     return [
-        *([Section(table=_pass_table(timed))] if timed else []),
+        *([Section(table=pass_table(timed))] if timed else []),
         *figure_sections(folder),
         *(section for record in records for section in record_sections(record)),
     ]
-
-
-def _pass_table(records: Sequence[Record]) -> Table:
-    """Milliseconds of a pass by its number of nodes, a row per model and format of weights."""
-    sizes = sorted({int(size) for record in records for size in record["verify_ms"]})
-
-    def cell(record: Record, size: int) -> str:
-        spent = record["verify_ms"].get(str(size))
-        return "" if spent is None else f"{spent:.2f}"
-
-    columns: dict[str, Cell] = {
-        "model": _model_label,
-        "bandwidth bound": "{floor_ms:.2f}",
-        "1 node over the bound": lambda record: f"{record['verify_ms']['1'] / record['floor_ms']:.2f}",
-        **{f"{size} node{'s' * (size > 1)}": partial(cell, size=size) for size in sizes},
-        "64 nodes over 1": lambda record: f"{record['verify_ms']['64'] / record['verify_ms']['1']:.2f}",
-    }
-    return Table.of(records, columns)
-
-
-def _model_label(record: Record) -> str:
-    """The model, its dtype or quantised format, and other numerics than the default."""
-    weights = record.get("weights", "full")
-    label = f"{record['model']}, {record['dtype'] if weights == 'full' else weights}"
-    return label if record.get("numerics") == "row-invariant" else f"{label}, `fastest`"
 
 
 # ------------------------------------------------------------------------------------------------- engine, agreement
@@ -116,7 +91,7 @@ def _engine(record: Record) -> list[Section]:
     )
     rows = [list(row) for row in engine_rows(record)]
     notes = dict.fromkeys(replay["note"] for replay in record.get("replays", []))
-    heading = f"{_model_label(record)}, batch {record['batch']}"
+    heading = f"{model_label(record)}, batch {record['batch']}"
     note = " ".join(f"Replayed: {note}." for note in notes)
     sections = [Section(heading, text, Table(("measured", "value"), rows), note)]
     for size, kernels in record.get("profiles", {}).items():
@@ -166,6 +141,7 @@ def _equal_images(rows: Sequence[Record]) -> str:
 def _matrix(record: Record) -> list[Section]:
     machine = record["machine"]
     part = "whole images" if record["tokens"] is None else f"the first {record['tokens']} tokens of every image"
+    layers = f", {record['layers']} layers" if record.get("layers") else ""
     text = (
         f"{machine['device']}, torch {machine['torch']}, commit {machine['commit']}; guidance {record['guidance']}, "
         f"{record['weights']} weights, numerics {record['numerics']}, {part}, drafters jacobi (chains) and jacobi-tree."
@@ -177,7 +153,7 @@ def _matrix(record: Record) -> list[Section]:
         for t in sorted({row["temperature"] for row in measured})
     ]
     note = f"Identical images, {'; '.join(by_temperature)}. Tokens before the first difference: {equal} of {tokens}."
-    heading = f"Tokens of plain decoding: {record['model']}"
+    heading = f"Tokens of plain decoding: {record['model']}{layers}"
     sections = [Section(heading, text, _matrix_table(measured), note)]
     if record.get("quality"):
         columns: dict[str, Cell] = {
@@ -340,6 +316,7 @@ RENDERERS: dict[str, Callable[[Record], list[Section]]] = {
     "engine": _engine,
     "agreement": _agreement,
     "matrix": _matrix,
+    "weights": quality_sections,
     "statistics": _statistics,
     "subjects": _subjects,
     "targets": _targets,

@@ -150,9 +150,10 @@ class ReplayVerifier:
         match_all_nodes(tree, reach, chosen)  # only for its time
         length = torch.minimum(self.lengths[self.pass_number % self.count], tree.depths.amax(1))  # (B,)
         self.pass_number.add_(1)
-        node = (tree.depths == length[:, None]).int().argmax(1)  # the first node of that depth
+        index, level = (torch.arange(count, device=length.device) for count in (tree.size, reach))
+        # The last node of that depth: on a branch, where there is one, whose keys and values have to be moved.
+        node = ((tree.depths == length[:, None]) * index).amax(1)
         rows = torch.arange(len(node), device=node.device)
         ancestors = tree.ancestors[rows, node]  # (B, N)
-        index, level = (torch.arange(count, device=node.device) for count in (tree.size, reach))
         path = ((ancestors[:, None] & (tree.depths[:, None] == level[:, None])) * index).amax(-1)  # (B, reach)
         return AcceptedPath(path, length, chosen.gather(1, node[:, None])[:, 0], chosen)

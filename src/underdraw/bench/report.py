@@ -1,7 +1,7 @@
 """Sections as Markdown, HTML and terminal output; the report of a result, and the generated blocks of pages.
 
 A block is everything between `<!-- results: PATH -->` and `<!-- end -->`; PATH is relative to the page. `PATH#kinds`
-is the table by kind of image alone.
+is the table by kind of image alone, `PATH#aims` the engine results against their aims.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from underdraw.bench.engine_tables import aims_sections
 from underdraw.bench.figures import FigureData, draw_engine_figures, draw_run_figures
 from underdraw.bench.kinds import kinds_sections
 from underdraw.bench.presets import PRESETS
@@ -138,6 +139,8 @@ def _block(base: Path, name: str) -> str:
     path = base / name
     if part == "kinds" and (path / SUMMARY).is_file():
         return to_markdown(kinds_sections(read_json(path / SUMMARY, "the summary of a benchmark")))
+    if part == "aims" and path.is_dir():
+        return to_markdown(aims_sections(engine_records(path)))
     if path.suffix == ".json" and path.is_file():
         return to_markdown(record_sections(read_record(path)))
     if (path / SUMMARY).is_file():

@@ -44,6 +44,8 @@ COST_TREES = (
     "confidence:depth=4,top_k=4,nodes=20",
 )
 COST_CHAINS = ("chain:depth=4", "chain:depth=24")
+_TRUNK = "trunk:init=fixed"
+COST_TRUNKS = ("chain:depth=24", f"{_TRUNK},nodes=32", f"{_TRUNK},nodes=64,base=20", f"{_TRUNK},nodes=64,base=52")
 OnImage = Callable[[ImageKey], None]
 
 
@@ -215,8 +217,9 @@ class Bench:
         """The cost model of every type of pass, fitted to whole images with trees of other shapes."""
         costs, rows = {}, {}
         for name, (method, temperature) in self._pass_types().items():
-            trees = ("none",) if method is AR else COST_CHAINS if self._drafts_chains(method) else COST_TREES
-            variants = [replace(method, tree=tree) for tree in trees]
+            proposes = self.pipes[method.drafter].drafter.proposes
+            trees = {"chain": COST_CHAINS, "trunk": COST_TRUNKS, "tree": COST_TREES}[proposes]
+            variants = [replace(method, tree=tree) for tree in (("none",) if method is AR else trees)]
             for variant in variants:
                 self._warm_up(variant, temperature)
             rows[name] = [self.draw(variant, ImageKey("", temperature, 0, 0)).columns() for variant in variants]
@@ -232,12 +235,8 @@ class Bench:
                 types.setdefault(pass_type(method.to_dict(), temperature), (method, temperature))
         return types
 
-    def _drafts_chains(self, method: Method) -> bool:
-        """Whether the drafter proposes all tokens at once (as Jacobi does), so that every tree is a chain."""
-        return self.pipes[method.drafter].drafter.proposes == "chain"
-
     def _warm_up(self, method: Method, temperature: float) -> None:
-        """Draw a few passes, or, with CUDA graphs, images until no new pass is met or captured."""
+        """Draw a few passes, or, with CUDA graphs, images until every pass that occurs is captured."""
         graphs = self.pipes[method.drafter].graphs
         if graphs is None:
             self.draw(method, ImageKey(method.name, temperature, 0, 0), max_passes=WARMUP_PASSES)

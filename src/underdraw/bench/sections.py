@@ -87,10 +87,16 @@ def machine_label(machine: Record | None) -> str:
     return f"{hardware_label(machine)}, torch {facts.get('torch')}, commit {str(facts.get('commit'))[:12]}"
 
 
+def sampling_label(settings: Record) -> str:
+    """Guidance, and top-p where it cuts."""
+    top_p = settings.get("top_p", 1.0)
+    return f"guidance {settings['guidance']:g}" + (f", top-p {top_p:g}" if top_p < 1 else "")
+
+
 def describe_settings(settings: Record, machine: Record | None) -> str:
-    """The drafter, dtype, guidance, hardware, torch version and commit in one sentence."""
+    """The drafter, dtype, guidance, top-p, hardware, torch version and commit in one sentence."""
     drafter = Path(str(settings.get("drafter"))).name
-    return f"Drafter {drafter}, {settings['dtype']}, guidance {settings['guidance']:g}, on {machine_label(machine)}."
+    return f"Drafter {drafter}, {settings['dtype']}, {sampling_label(settings)}, on {machine_label(machine)}."
 
 
 def portable_settings(settings: Record) -> dict[str, Any]:

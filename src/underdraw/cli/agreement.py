@@ -84,6 +84,7 @@ def agreement(comparison: AgreementOptions, pass_options: options.PassOptions, r
     for number in comparison.temperature or ():
         options.check_sampling_options(None, number, None, None, None)
     result.check()
+    options.check_random_model(comparison.model)
     with stages(f"loading {comparison.model}", silent=result.silent) as set_stage:
         record = _measure(comparison, pass_options, result.save, set_stage)
     drawn, equal = (sum(row[key] for row in record["rows"]) for key in ("pictures", "pictures_equal"))
@@ -107,6 +108,7 @@ def _measure(
     for name in comparison.dtype or ["auto"]:
         placement = pass_options.placement(comparison.device, name)
         label = str(placement.dtype).removeprefix("torch.")
+        graphs = make_graph_cache(placement.device, pass_options.compile, pass_options.numerics)
         set_stage(f"{model}, {label}")
         subject = bench.load_subject(model, placement, max(pictures, *batches))
         subject = replace(subject, target=replace(subject.target, numerics=pass_options.numerics))
@@ -121,7 +123,6 @@ def _measure(
             )
             save(record)
 
-        graphs = make_graph_cache(placement.device, pass_options.compile, pass_options.numerics)
         bench.measure_matrix(subject, cells, temperatures, pictures, graphs, tokens=comparison.tokens, report=report)
         if placement.weights != "full":
             set_stage(f"{label}, {placement.weights} weights against full ones")

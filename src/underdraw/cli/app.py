@@ -108,7 +108,7 @@ app = typer.Typer(
     cls=CommandGroup,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog='Example: underdraw generate "a fox, 3D render, on a sky blue background" -o fox.png --seed 6',
+    epilog='Example: underdraw generate "a fox, 3D render, on a sky blue background" -o fox.png --seed 2',
 )
 
 

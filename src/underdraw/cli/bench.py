@@ -85,6 +85,10 @@ Temperatures = Annotated[
         help="A temperature; can be repeated. Default: those of the preset, or 1.",
     ),
 ]
+TopP = Annotated[
+    float,
+    measured_option("--top-p", metavar="SHARE", help="Draw from the most likely codes that make up SHARE; 1 is all."),
+]
 Out = Annotated[
     Path,
     output_option(
@@ -112,7 +116,7 @@ def bench(
     seed: options.PromptSeed = 0,
     guidance: options.Guidance = None,
     top_k: options.TopK = None,
-    top_p: options.TopP = None,
+    top_p: TopP = 1.0,
     force: Force = False,
     *,
     model_options: options.ModelOptions,
@@ -126,9 +130,10 @@ def bench(
     for package in ("pandas", "scipy"):  # for the summary; better missed now than after hours of measuring
         require_package(package, "bench", "underdraw bench")
     texts, kinds = _load_prompts(prompts, data)
+    _check_methods(experiment)
     default_drafter = drafter[0] if preset is not None and drafter else "auto"
     loading = {**asdict(model_options), "drafter": default_drafter, "verifier": "exact"}
-    pipe, _ = options.load_pipeline(**loading, silent=output.silent)
+    pipe, _ = options.load_pipeline(**loading, size=(None, None), silent=output.silent)
     from underdraw.bench.runner import BenchPlan
     from underdraw.pipeline import Pipeline
 
@@ -166,6 +171,15 @@ def _choose_methods(preset: str | None, tree: Many, verifier: Many, drafter: Man
     if len(drafter or []) > 1:
         raise ConfigError("--preset takes one --drafter, which replaces the model's; leave out the others.")
     return find_preset(preset)
+
+
+def _check_methods(experiment: Preset) -> None:
+    """Raise for names of parts that do not exist, before the model is loaded."""
+    from underdraw.parts import check_parts
+
+    for method in experiment.methods:
+        drafter = "auto" if method.drafter == "trained" else method.drafter
+        check_parts(drafter=drafter, tree=method.tree, verifier=method.verifier, proposal=method.proposal)
 
 
 def _load_prompts(source: str, data: Path | None) -> tuple[list[str], dict[str, str]]:

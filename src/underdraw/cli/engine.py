@@ -31,13 +31,8 @@ MAX_PASSES = 10**5
 DRAFTER_KINDS = ("eagle", "block", "jacobi")
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
-Model = Annotated[
-    str,
-    measured_model_option(
-        help="random:anole-7b, lumina-7b, lumina-2-7b, llamagen-xl, janus-1b, janus-7b, emu3-8b, glm-image-9b, "
-        "simplear-0.5b, simplear-1.5b or toy.",
-    ),
-]
+_RANDOM_MODELS = f"{', '.join(options.RANDOM_MODELS[:-1])} or {options.RANDOM_MODELS[-1]}"
+Model = Annotated[str, measured_model_option(help=f"{PREFIX}{_RANDOM_MODELS}.")]
 Replay = Annotated[
     list[Path] | None,
     measured_option(metavar="TRACE", help="Replay the accepted lengths of a trace; can be repeated."),
@@ -82,6 +77,7 @@ def engine(timing: TimingOptions, pass_options: options.PassOptions, result: opt
         raise ConfigError(f"--model {model} has no published shape; use {PREFIX}anole-7b or another one of --help.")
     options.check_sampling_options(None, timing.temperature, None, None, None)
     result.check()
+    options.check_random_model(model)
     traces = _load_traces(timing.replay or [], timing.replay_drafter or [])
     with stages(f"loading {model}", silent=result.silent) as set_stage:
         from underdraw.bench.engine import EngineBenchConfig, measure

@@ -41,7 +41,7 @@ EXTRAS = {  # a package that each extra of pyproject.toml installs
     "lint": "ruff",
     "docs": "mkdocs",
 }
-MAX_BATCH = 4  # `auto` uses the costs of this batch size for larger ones
+MAX_BATCH = 64  # `auto` uses the costs of this batch size for larger ones
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

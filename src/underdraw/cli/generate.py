@@ -6,7 +6,6 @@ and write the files.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 Examples:
 
-underdraw generate "a fox, 3D render, on a sky blue background" -o fox.png --seed 6
+underdraw generate "a fox, 3D render, on a sky blue background" -o fox.png --seed 2
 
 underdraw generate "a fox, 3D render, on a sky blue background" -o fox.png --compare-image both.png --heatmap heat.png
 
@@ -114,7 +113,7 @@ class PromptOptions:
     seed: options.Seed = None
 
     def prompt_rows(self) -> Iterable[PromptRow]:
-        """The argument, or the prompts of the file, which is read as it is needed."""
+        """The argument, or the prompts of the file, which is streamed."""
         if (self.prompt is None) == (self.prompts is None):
             raise ConfigError("give either a prompt or --prompts FILE; see underdraw generate --help.")
         if self.limit is not None and self.prompts is None:
@@ -244,8 +243,6 @@ class GenerateOptions(
 def generate(selected: GenerateOptions) -> None:
     """Draw an image from words, or many into a folder. The same seed gives the same image, however it is drafted."""
     selected.check()
-    if selected.quiet:
-        logging.getLogger("underdraw").setLevel(logging.ERROR)  # until `main` returns
     if selected.into_folder:
         from underdraw.cli.generate_folder import generate_folder
 
@@ -253,5 +250,6 @@ def generate(selected: GenerateOptions) -> None:
     else:
         from underdraw.cli.generate_image import generate_image
 
-        pipe, load_seconds = options.load_pipeline(**selected.loading(), silent=selected.silent)
+        size = selected.height, selected.width
+        pipe, load_seconds = options.load_pipeline(**selected.loading(), size=size, silent=selected.silent)
         generate_image(pipe, selected, load_seconds)

@@ -17,7 +17,7 @@ from underdraw.distributed.ranks import current_rank, local_rank
 from underdraw.distributed.run import RunResult, RunSpec, draw_run
 from underdraw.errors import ConfigError
 from underdraw.image_store import image_name
-from underdraw.run_folder import Rank, RunFolder
+from underdraw.run_folder import Rank, RunFolder, check_same_settings
 
 if TYPE_CHECKING:
     from underdraw.cli.generate import GenerateOptions
@@ -47,6 +47,10 @@ def generate_folder(options: GenerateOptions) -> None:
         )
         for _ in spec.prompts:  # raises for a file without prompts, before the model is loaded
             break
+        if saved["settings"]:  # compared again with what the model says, once it is loaded
+            known = {"model": options.model, **spec.settings()}
+            shared = {key: value for key, value in saved["settings"].items() if key in known}
+            check_same_settings(options.out, shared, {key: known[key] for key in shared})
         workers = _make_workers(options)
         try:
             result = _draw(run, workers, spec, options)
@@ -95,6 +99,7 @@ def _make_workers(options: GenerateOptions) -> Workers:
         slots=options.batch,
         compare=options.is_compared,
         quiet=options.quiet,
+        silent=options.silent,
     )
     if options.ray is not None:
         from underdraw.distributed.ray_data import RayActors
@@ -111,7 +116,8 @@ def _make_workers(options: GenerateOptions) -> Workers:
         from underdraw.distributed.worker import worker_device
 
         device = worker_device(device, local_rank())
-    pipe, _ = load_pipeline(**{**loading, "device": device}, silent=options.silent)
+    size = options.height, options.width
+    pipe, _ = load_pipeline(**{**loading, "device": device}, size=size, silent=options.silent)
     from underdraw.distributed.worker import ImageWorker
 
     return ThisProcess(ImageWorker(pipe, worker_options))

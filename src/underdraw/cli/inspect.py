@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from underdraw.models.progress_bars import hidden_progress_bars
+
 if TYPE_CHECKING:
     from underdraw.models.inspect import Report
 
@@ -19,9 +21,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def inspect(path: Path, json: Json = False) -> None:
     """Say what a checkpoint is, how large it is, how much memory it needs and which drafter fits."""
     from underdraw.models.inspect import inspect as inspect_checkpoint
-    from underdraw.models.remote import open_for_inspection
+    from underdraw.models.inspect import open_for_inspection
 
-    report = inspect_checkpoint(open_for_inspection(path))
+    with hidden_progress_bars(json):
+        report = inspect_checkpoint(open_for_inspection(path))
     print(json_module.dumps(report.json()) if json else "\n".join(lines(report)))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from underdraw.errors import ConfigError, UnsupportedError
+from underdraw.models.progress_bars import hidden_progress_bars
 
 if TYPE_CHECKING:
     from underdraw.models.vocabulary import Vocabulary
@@ -55,10 +56,11 @@ def format_family(family: dict[str, Any]) -> str:
 
 def list_words(model: str, json: bool) -> None:
     """Print the phrases that prompts of a model can be made of."""
-    from underdraw.models.checkpoint import open_checkpoint
+    from underdraw.models.checkpoint import open_small_files
     from underdraw.models.vocabulary import load_vocabulary
 
-    vocabulary = load_vocabulary(open_checkpoint(model).folder)
+    with hidden_progress_bars(json):
+        vocabulary = load_vocabulary(open_small_files(model))
     if vocabulary is None:
         raise UnsupportedError(f"{model} has no list of words; it reads any text.")
     if json:

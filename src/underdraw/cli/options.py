@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,8 @@ import typer
 
 from underdraw.cli.outputs import check_file
 from underdraw.cli.progress import print_result
+from underdraw.errors import unknown
+from underdraw.models.progress_bars import hidden_progress_bars
 from underdraw.ranges import check_guidance, check_sampling, check_seed
 from underdraw.registry import policies
 
@@ -29,6 +33,10 @@ if TYPE_CHECKING:
 
 PROMPTS, PARTS, SAMPLING, OUTPUT = "Prompts", "Model and drafting", "Sampling", "Output"
 MEASURED = "Measurement"
+RANDOM_MODELS = (
+    *("anole-7b", "lumina-7b", "lumina-2-7b", "llamagen-xl", "janus-1b", "janus-7b"),
+    *("emu3-8b", "glm-image-9b", "simplear-0.5b", "simplear-1.5b", "toy"),
+)  # the keys of `models.random_weights.SHAPES`, which is slow to import
 prompts_option = partial(typer.Option, rich_help_panel=PROMPTS)
 part_option = partial(typer.Option, rich_help_panel=PARTS)
 sampling_option = partial(typer.Option, rich_help_panel=SAMPLING)
@@ -231,7 +239,10 @@ def values_of(group: type[Any], options: Any) -> dict[str, Any]:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer whose parameters that are groups of options are replaced by the options themselves."""
+    """A command for typer whose parameters that are groups of options are replaced by the options themselves.
+
+    `OutputOptions` among them hold for libraries and log lines too.
+    """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     parameters = []
@@ -248,7 +259,11 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
-        command(**values)
+        output = next((value for value in values.values() if isinstance(value, OutputOptions)), OutputOptions())
+        if output.quiet:
+            logging.getLogger("underdraw").setLevel(logging.ERROR)  # until `main` returns
+        with hidden_progress_bars(output.silent):
+            command(**values)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -266,19 +281,49 @@ def check_sampling_options(
     )
 
 
-def load_pipeline(*, silent: bool, **loading: Any) -> tuple[Pipeline, float]:
+def check_random_model(model: str) -> None:
+    """Refuse unknown random weights before anything is loaded."""
+    name = model.removeprefix("random:")
+    if name != model and name not in RANDOM_MODELS:
+        raise unknown("random model", name, RANDOM_MODELS)
+
+
+@contextmanager
+def stopped_by_downloads(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` when a download is announced: a spinner would hide the hub's progress bars."""
+    log = logging.getLogger("underdraw.models.hub")
+
+    def stop_before(_: logging.LogRecord) -> bool:
+        stop()
+        return True
+
+    log.addFilter(stop_before)
+    try:
+        yield
+    finally:
+        log.removeFilter(stop_before)
+
+
+def load_pipeline(
+    *, silent: bool, size: tuple[int | None, int | None] | None = None, **loading: Any
+) -> tuple[Pipeline, float]:
     """Load a pipeline with the arguments of `from_pretrained`; returns it with the seconds that took.
 
-    torch is imported here, which is not counted.
+    A model that cannot draw pictures of a `size` (height, width) is refused before it is downloaded. torch is imported
+    here, which is not counted.
     """
     from rich.console import Console
 
     console = Console(stderr=True, quiet=silent)
-    with console.status(f"loading {loading['model']}"):
+    with console.status(f"loading {loading['model']}") as spinner, stopped_by_downloads(spinner.stop):
+        from underdraw.models.loading import CheckImages
         from underdraw.pipeline import Pipeline
 
+        if size is not None:
+            loading["check"] = CheckImages(*size)
         start = time.perf_counter()
-        pipe = Pipeline.from_pretrained(**loading)
+        with hidden_progress_bars(silent):
+            pipe = Pipeline.from_pretrained(**loading)
         seconds = time.perf_counter() - start
     if pipe.graphs is not None:
         pipe.graphs.report = console.print

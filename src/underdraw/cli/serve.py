@@ -97,8 +97,10 @@ def serve(
         require_package(package, "serve", "underdraw serve")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("underdraw").setLevel(logging.WARNING if quiet else logging.INFO)
-    pipe, _ = options.load_pipeline(**asdict(loading), silent=quiet)
+    from underdraw.models.loading import UnloadedModel
     from underdraw.serving.server import serve as run_server
+
+    pipe, _ = options.load_pipeline(**asdict(loading), check=UnloadedModel.check_pixels, silent=quiet)
 
     def on_ready(address: str, warm_up_seconds: float | None) -> None:
         what = "page and API" if settings.page else "API"

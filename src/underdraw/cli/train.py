@@ -229,7 +229,13 @@ def load_target(model: str, device: str, dtype: str, number: int = 0) -> LoadedM
     import torch
 
     from underdraw.distributed.worker import worker_device
-    from underdraw.models.loading import load_model, open_model, resolve_placement
+    from underdraw.models.loading import UnloadedModel, check_weights_fit, load_model, open_model, resolve_placement
 
     torch.set_float32_matmul_precision("high")
-    return load_model(open_model(model), resolve_placement(worker_device(device, number), dtype))
+    placement = resolve_placement(worker_device(device, number), dtype)
+
+    def check(found: UnloadedModel) -> None:
+        found.check_size(None, None)
+        check_weights_fit(found.family, found.checkpoint, placement)
+
+    return load_model(open_model(model, check=check), placement)

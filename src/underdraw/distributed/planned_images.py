@@ -80,7 +80,8 @@ class WorkerOptions:
     request: Mapping[str, Any]  # arguments of `Pipeline.request` that all images share
     slots: int = 8  # images drawn together
     compare: bool = False  # whether to draw each image by plain decoding too
-    quiet: bool = False
+    quiet: bool = False  # whether to log errors alone
+    silent: bool = False  # whether libraries show no progress bars while the model is loaded
 
 
 @dataclass(frozen=True, slots=True)

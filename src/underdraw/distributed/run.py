@@ -46,6 +46,20 @@ class RunSpec:
     def images(self) -> Iterator[PlannedImage]:
         return plan_images(self.prompts, self.repeats, self.seed)
 
+    def settings(self) -> dict[str, Any]:
+        """What a run must have in common with the one that it resumes, as far as that is known without the model."""
+        summary = summarize_prompts(self.prompts)
+        return {
+            "prompts": summary.count,
+            "prompts_sha256": summary.sha256,
+            "n": self.repeats,
+            "seed": self.seed,
+            "overlong": self.overlong,
+            "compare": self.compare,
+            "format": self.format,
+            **({} if self.format == "folder" else {"shard_size": self.shard_size}),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
@@ -73,23 +87,16 @@ def draw_run(
 
     `loading` says how to load the model again, for `underdraw verify`. `on_start` gets the number of missing images.
     """
-    summary = summarize_prompts(spec.prompts)
+    known = spec.settings()
     info = workers.start()
     settings = {
         "model": info.name,
         "revision": info.revision,
-        "prompts": summary.count,
-        "prompts_sha256": summary.sha256,
-        "n": spec.repeats,
-        "seed": spec.seed,
-        "overlong": spec.overlong,
-        "compare": spec.compare,
-        "format": spec.format,
-        **({} if spec.format == "folder" else {"shard_size": spec.shard_size}),
+        **known,
         **info.settings,
         "versions": info.versions,
     }
-    total = summary.count * spec.repeats
+    total = known["prompts"] * spec.repeats
     columns = infer_columns(output_columns(row.columns) for row in itertools.islice(spec.prompts, INFERRED))
     run.open(settings, RunStorage(total, spec.format, spec.shard_size, columns), restart=restart)
     refused, unknown_words = ({}, []) if run.is_started else _check_prompts(workers, spec, info)

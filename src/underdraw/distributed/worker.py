@@ -26,6 +26,8 @@ from underdraw.engine.scheduler import ScheduledImage, Scheduler
 from underdraw.errors import ConfigError, UnderdrawError
 from underdraw.images import encode_png
 from underdraw.io import pack_grid
+from underdraw.models.loading import CheckImages
+from underdraw.models.progress_bars import hidden_progress_bars
 from underdraw.output import Stats, image_metadata
 from underdraw.pipeline import Pipeline
 from underdraw.registry import policies
@@ -76,7 +78,9 @@ class ImageWorker:
     def load(cls, options: WorkerOptions, number: int = 0) -> ImageWorker:
         """Load the model, for worker `number` of this machine."""
         device = worker_device(options.pipeline["device"], number)
-        pipe = Pipeline.from_pretrained(**{**options.pipeline, "device": device})
+        check = CheckImages(options.request.get("height"), options.request.get("width"))
+        with hidden_progress_bars(options.silent):
+            pipe = Pipeline.from_pretrained(**{"check": check, **options.pipeline, "device": device})
         pipe.set_progress_bar_config(disable=True)
         return cls(pipe, options)
 

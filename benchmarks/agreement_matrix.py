@@ -1,12 +1,13 @@
 """Tokens of plain decoding against chains and trees, for every model, dtype, batch and temperature, in a fixed time.
 
-    python benchmarks/agreement_matrix.py OUT --seconds 450              # on a GPU: OUT gets a JSON file per model
+    python benchmarks/agreement_matrix.py OUT --seconds 350              # on a GPU: OUT gets JSON files of each model
     python benchmarks/agreement_matrix.py OUT --toy --seconds 20         # a toy model instead, also on a CPU
 
 `underdraw bench agreement` draws all pictures of one setting, then those of the next. This script takes turns, so that
-a short run still covers every pair of values: in the first turn every chain, tree and batch has one of the
-temperatures, another one for every dtype; the next turns add the others, and later ones more pictures. Settings of few
-rows come first. Models run in parallel processes, since correctness needs no clean timings.
+a short run still covers everything: first one draw of every chain, tree and batch at every temperature, then more until
+each of them has 20 pictures. Random models have 4 of their layers in all dtypes, which run the kernels of all layers
+on matrices of the same shapes, and all of their layers in bfloat16 as far as the time goes. Models run in parallel
+processes, since correctness needs no clean timings. The same command at the same commit goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -18,51 +19,98 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES, BATCHES, TEMPERATURES, PICTURES = (8, 24, 64, 128), (1, 3, 16), (1.0, 0.5, 0.0), 20
-DRAWS = {1: 4, 3: 2, 16: 1}  # of a setting in one turn, by batch
 DTYPES = ("bfloat16", "float16", "float32")
-# Tokens of a picture and share of the time; the embedded model is cheap and draws a sixth of a picture.
-MODELS = {"random:anole-7b": (24, 4.0), "random:lumina-7b": (24, 4.0), "random:llamagen-xl": (48, 2.0)}
-EMBEDDED = (96, 1.5)
+RANDOM = ("random:anole-7b", "random:lumina-7b", "random:llamagen-xl")
+TOKENS, EMBEDDED_TOKENS = 12, 48  # of a picture; the embedded model is small
+FEW_LAYERS = 4
+COUNTS = ("pictures", "pictures_equal", "tokens", "tokens_equal")
+CELL = ("temperature", "kind", "nodes", "batch")  # of the matrix
+
+
+@dataclass(frozen=True)
+class Job:
+    """The settings of one model and dtype, in a process of its own."""
+
+    model: str
+    dtype: str
+    layers: int = 0  # 0: all
+    tokens: int = TOKENS
+    share: float = 1.0  # of the time
+
+    @property
+    def name(self) -> str:
+        """The model's name, with its number of layers if some are left out."""
+        name = Path(self.model).name
+        return f"{name.partition(':')[2] or name}{f'-{self.layers}-layers' * bool(self.layers)}"
+
+
+def all_jobs(embedded: str) -> list[Job]:
+    """Every model in every dtype; later all layers of the random ones, when their kernels are compiled."""
+    few = [
+        Job(model, DTYPES[(row + column) % 3], FEW_LAYERS, share=2.0 if "7b" in model else 1.2)
+        for row in range(3)
+        for column, model in enumerate(RANDOM)
+    ]
+    small = [Job(embedded, dtype, tokens=EMBEDDED_TOKENS) for dtype in DTYPES]
+    mixed = [job for row in range(3) for job in (*few[3 * row : 3 * row + 3], small[row])]
+    return mixed + [Job(model, DTYPES[0], share=1.5) for model in RANDOM]
+
+
+def cell_key(temperature: float, setting: Any) -> tuple[Any, ...]:
+    """The values of `CELL`."""
+    return temperature, setting.kind, setting.nodes, setting.batch
 
 
 class Matrix:
     """The pictures of one model and dtype."""
 
-    def __init__(self, model: str, dtype: str, tokens: int, out: Path) -> None:
+    def __init__(self, job: Job, out: Path) -> None:
         from underdraw.bench import agreement
         from underdraw.bench.environment import describe_machine
         from underdraw.engine.cuda_graphs import make_graph_cache
         from underdraw.models.loading import resolve_placement
 
-        placement = resolve_placement("auto", dtype)
-        subject = agreement.load_subject(model, placement, PICTURES)
-        rows = -(-tokens // subject.layout.width) + 2  # of the picture: fewer than all need a smaller KV cache
+        placement = resolve_placement("auto", job.dtype)
+        subject = agreement.load_subject(job.model, placement, PICTURES, job.layers or None)
+        rows = -(-job.tokens // subject.layout.width) + 2  # of the picture: fewer than all need a smaller KV cache
         self.subject = replace(subject, layout=replace(subject.layout, height=min(rows, subject.layout.height)))
-        self.out, self.dtype, self.tokens = out, dtype, tokens
+        self.out, self.dtype, self.tokens = out, job.dtype, job.tokens
         self.graphs, self.plain_graphs = (make_graph_cache(placement.device, "auto") for _ in range(2))
         if self.graphs is not None and self.plain_graphs is not None:
             self.graphs.max_runners, self.plain_graphs.max_runners = 1, len(TEMPERATURES)
         self.plain: dict[tuple[float, int], Any] = {}
         self.parts: dict[Any, Any] = {}  # drafter and policy by setting; graphs are kept for the same drafter
         self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-        # Long prompts are left to small batches: with 16 pictures they would take most of the time.
-        self.seeds = {b: cycle([s for s in range(PICTURES) if b < 16 or s % 5 != 4]) for b in BATCHES}
+        self.seeds = {batch: cycle(range(PICTURES)) for batch in BATCHES}
         self.record = {
             "kind": "matrix",
-            "model": Path(model).name,
+            "model": Path(job.model).name,
             "weights": "full",
-            "tokens": tokens,
+            "layers": job.layers or None,
+            "tokens": job.tokens,
             "machine": describe_machine(placement.device),
             "guidance": subject.guidance,
             "numerics": subject.target.numerics,
         }
+        self.resume()
+
+    def resume(self) -> None:
+        """Take over the pictures that an earlier run has compared at the same commit."""
+        earlier = json.loads(self.out.read_text()) if self.out.exists() else {}
+        if any(earlier.get(key) != value for key, value in self.record.items()):
+            return
+        for row in earlier["rows"]:
+            self.rows[tuple(row[key] for key in CELL)] = row
+            for _ in range(row["pictures"]):
+                next(self.seeds[row["batch"]])
 
     def draw(self, seeds: list[int], temperature: float, setting: Any = None) -> Any:
         from underdraw.bench import agreement
@@ -88,7 +136,7 @@ class Matrix:
             if (temperature, seed) not in self.plain:
                 self.plain[temperature, seed] = self.draw([seed], temperature)[0]
         same = self.draw(seeds, temperature, setting) == torch.stack([self.plain[temperature, s] for s in seeds])
-        facts = {"temperature": temperature, "kind": setting.kind, "nodes": setting.nodes, "batch": setting.batch}
+        facts = dict(zip(CELL, cell_key(temperature, setting), strict=True))
         row = self.rows.setdefault(
             tuple(facts.values()), {"dtype": self.dtype, **facts, **dict.fromkeys(COUNTS, 0)}
         )  # fmt: skip
@@ -100,36 +148,46 @@ class Matrix:
     def save(self) -> None:
         self.out.write_text(json.dumps({**self.record, "rows": list(self.rows.values())}, indent=1) + "\n")
 
-    def run(self, stop: float, toy: bool) -> None:
-        import torch
-
+    def turns(self, toy: bool) -> Iterator[tuple[float, Any]]:
+        """Every setting once, at another temperature for each dtype, then the other temperatures, then the rest."""
         from underdraw.bench.agreement import settings
 
         cells = list(settings((8, 24) if toy else NODES, (1, 3) if toy else BATCHES))
         cells.sort(key=lambda cell: cell.nodes * cell.batch)
-        for turn in range(4 if toy else 1000):
+        for turn in range((1 if toy else 2) * len(TEMPERATURES)):
             for index, cell in enumerate(cells):
                 temperature = TEMPERATURES[(index + turn + DTYPES.index(self.dtype)) % len(TEMPERATURES)]
-                for _ in range(DRAWS[cell.batch]):
-                    if time.time() > stop:
-                        return
-                    with torch.inference_mode():
-                        self.compare(temperature, cell)
+                wanted = 1 if turn < len(TEMPERATURES) else PICTURES
+                while self.rows.get(cell_key(temperature, cell), {"pictures": 0})["pictures"] < wanted:
+                    yield temperature, cell
+
+    def run(self, stop: float, toy: bool) -> bool:
+        """Whether all pictures were drawn before the time was up."""
+        import torch
+
+        last = None
+        for temperature, cell in self.turns(toy):
+            if time.time() > stop:
+                return False
+            if last != (temperature, cell):
                 self.save()
+            last = temperature, cell
+            with torch.inference_mode():
+                self.compare(temperature, cell)
+        return True
 
 
-COUNTS = ("pictures", "pictures_equal", "tokens", "tokens_equal")
-
-
-def run_job(model: str, dtype: str, tokens: int, out: Path, seconds: float, toy: bool) -> None:
-    stop = time.time() + seconds
-    matrix = Matrix(model, dtype, tokens, out)
-    print(f"{model} {dtype}: loaded, {stop - time.time():.0f} s left", flush=True)
-    matrix.run(stop, toy)
+def run_job(job: Job, out: Path, seconds: float, toy: bool) -> None:
+    start = time.time()
+    matrix = Matrix(job, out)
+    print(f"{job.name} {job.dtype}: loaded after {time.time() - start:.0f} of {seconds:.0f} s", flush=True)
+    is_complete = matrix.run(start + seconds, toy)
     matrix.save()
+    state = "complete" if is_complete else f"{len(matrix.rows)} settings"
+    print(f"{job.name} {job.dtype}: {state} after {time.time() - start:.0f} s", flush=True)
 
 
-def start_jobs(jobs: list[tuple[str, str, int, float]], options: argparse.Namespace) -> None:
+def start_jobs(jobs: list[Job], options: argparse.Namespace) -> None:
     """Run the jobs in `options.processes` processes at a time; each has its share of the time."""
     stop, waiting, running = time.time() + options.seconds, list(jobs), {}
     while waiting or running:
@@ -137,16 +195,16 @@ def start_jobs(jobs: list[tuple[str, str, int, float]], options: argparse.Namesp
             process.kill()  # only a job that hangs
             del running[process]
         while waiting and len(running) < options.processes and time.time() < stop - 5:
-            model, dtype, tokens, share = waiting.pop(0)
-            total = sum(job[3] for job in waiting) + share
-            seconds = min((stop - time.time()) * options.processes * share / total, stop - time.time())
-            words = [model, dtype, str(tokens), f"{seconds:.0f}"]
+            job = waiting.pop(0)
+            total = sum(other.share for other in waiting) + job.share
+            seconds = min((stop - time.time()) * options.processes * job.share / total, stop - time.time())
+            words = [job.model, job.dtype, str(job.layers), str(job.tokens), f"{seconds:.0f}"]
             paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
             command = [sys.executable, str(Path(__file__).resolve()), str(options.out), *["--toy"] * options.toy]
             environment = {**os.environ, "PYTHONPATH": paths, "TQDM_DISABLE": "1"}
             running[subprocess.Popen([*command, "--job", *words], env=environment)] = time.time() + seconds
         if time.time() > stop and waiting:
-            print(f"no time was left for {[job[:2] for job in waiting]}", flush=True)
+            print(f"no time was left for {[(job.name, job.dtype) for job in waiting]}", flush=True)
             waiting.clear()
         time.sleep(0.5)
 
@@ -156,35 +214,33 @@ def merge(out: Path) -> None:
     records = defaultdict(list)
     for path in sorted((out / "parts").glob("*.json")):
         record = json.loads(path.read_text())
-        records[record["model"]].append(record)
-    for model, parts in records.items():
-        parts.sort(key=lambda part: DTYPES.index(part["rows"][0]["dtype"]) if part["rows"] else len(DTYPES))
+        if record["rows"]:
+            records[path.stem.rpartition("-")[0]].append(record)
+    for name, parts in records.items():
+        parts.sort(key=lambda part: DTYPES.index(part["rows"][0]["dtype"]))
         rows = [row for part in parts for row in part["rows"]]
-        (out / f"{model.partition(':')[2] or model}.json").write_text(
-            json.dumps({**parts[0], "rows": rows}, indent=1) + "\n"
-        )
+        (out / f"{name}.json").write_text(json.dumps({**parts[0], "rows": rows}, indent=1) + "\n")
         drawn, equal = (sum(row[key] for row in rows) for key in COUNTS[:2])
         few = [row for row in rows if row["pictures"] < PICTURES]
-        print(f"{model}: {equal} of {drawn} pictures equal, {len(rows)} settings, {len(few)} with under {PICTURES}")
+        print(f"{name}: {equal} of {drawn} pictures equal, {len(rows)} settings, {len(few)} with under {PICTURES}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", default="tiny", help="the embedded model, or a folder that holds it")
-    parser.add_argument("--seconds", type=float, default=450, help="of the whole run")
-    parser.add_argument("--processes", type=int, default=3, help="models that run at the same time")
+    parser.add_argument("--seconds", type=float, default=350, help="of the whole run")
+    parser.add_argument("--processes", type=int, default=5, help="models that run at the same time")
     parser.add_argument("--toy", action="store_true", help="a toy model and few settings, to try the script")
-    parser.add_argument("--job", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--job", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     (options.out / "parts").mkdir(parents=True, exist_ok=True)
     if options.job is not None:
-        model, dtype, tokens, seconds = options.job
-        name = f"{Path(model).name.partition(':')[2] or Path(model).name}-{dtype}.json"
-        return run_job(model, dtype, int(tokens), options.out / "parts" / name, float(seconds), options.toy)
-    models = {"random:toy": (12, 1.0)} if options.toy else {**MODELS, options.tiny: EMBEDDED}
-    dtypes = DTYPES[2:] if options.toy else DTYPES
-    start_jobs([(model, dtype, *models[model]) for dtype in dtypes for model in models], options)
+        model, dtype, layers, tokens, seconds = options.job
+        job = Job(model, dtype, int(layers), int(tokens))
+        return run_job(job, options.out / "parts" / f"{job.name}-{dtype}.json", float(seconds), options.toy)
+    toys = [Job("random:toy", DTYPES[2], layers) for layers in (1, 0)]
+    start_jobs(toys if options.toy else all_jobs(options.tiny), options)
     merge(options.out)
 
 

@@ -27,7 +27,10 @@ def commands(pack: Path, drafter: str, pictures: Path, batch: int) -> dict[str, 
     return {
         "prompts": ["recipes.tiny.combinations", *pack_option, "--prompts", PROMPTS],
         "sheet": ["underdraw", "generate", *common, *folder, "--sheet", "docs/images/tiny-sheet.jpg"],
-        "statistics": ["underdraw", "evaluate", "statistics", *common, "-f", "--out", f"{RESULTS}/statistics.json"],
+        "statistics": [  # of the acceptance of a trained drafter
+            "underdraw", "evaluate", "statistics", "--prompts", PROMPTS, "-f", "--out", f"{RESULTS}/statistics.json",
+            "--drafter", "drafter-eagle" if drafter == "auto" else drafter,
+        ],
         "loss": ["recipes.tiny.grade_loss", *pack_option, "--into", f"{RESULTS}/statistics.json"],
         "subjects": [
             "recipes.tiny.grade_subjects", *pack_option, *drafter_option, "--batch", str(batch),
@@ -35,7 +38,11 @@ def commands(pack: Path, drafter: str, pictures: Path, batch: int) -> dict[str, 
         ],
         "variety": [
             "recipes.tiny.grade_variety", *drafter_option, "--batch", str(batch), "--out", f"{RESULTS}/variety.json",
-            "--sheet", "docs/images/tiny-seeds.jpg",
+        ],
+        "defaults": [
+            "recipes.tiny.grade_variety", *drafter_option, "--batch", str(batch),
+            "--temperature", "0.7", "--top-p", "0.9",
+            "--out", f"{RESULTS}/variety-defaults.json", "--sheet", "docs/images/tiny-seeds.jpg",
         ],
         "colours": [
             "recipes.tiny.grade_colours", *drafter_option, "--batch", str(batch), "--seed", "0",
@@ -54,7 +61,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, default=Path("pictures"), help="folder of the contact sheet's images")
     parser.add_argument("--batch", type=int, default=1, help="batch size")
     parser.add_argument(
-        "--only", nargs="*", metavar="PART", help="prompts, sheet, statistics, loss, subjects, variety, ..."
+        "--only", nargs="*", metavar="PART", help="prompts, sheet, statistics, loss, subjects, variety, defaults, ..."
     )
     options = parser.parse_args()
     if not Path(PROMPTS).is_file():

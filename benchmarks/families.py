@@ -6,7 +6,8 @@
 
 Memory is computed from the configurations. Times are medians of the decode loop's passes over one node (a token of
 plain decoding) and over 64 nodes (a tree), with guidance and 540 tokens in the KV cache. A model that fails does not
-stop the others, and results are saved after each of them.
+stop the others, and results are saved after each of them. A model that is not measured keeps the speed that the result
+file had before, with the commit of that measurement.
 """
 
 from __future__ import annotations
@@ -89,6 +90,14 @@ def measure(name: str, options: argparse.Namespace, bandwidth: float) -> dict[st
     }
 
 
+def keep_earlier_speeds(record: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Give models without a speed the one of an earlier record, and its commit."""
+    speeds = {model["name"]: model["speed"] for model in earlier["models"] if "speed" in model}
+    for model in record["models"]:
+        if "speed" not in model and model["name"] in speeds:
+            model["speed"] = {"commit": earlier["machine"]["commit"], **speeds[model["name"]]}
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=[name for name in SHAPES if name != "toy"])
@@ -111,6 +120,7 @@ def main() -> None:
         "dtype": str(placement.dtype).removeprefix("torch."),
         "models": [describe(name) for name in options.only],
     }  # fmt: skip
+    earlier = json.loads(options.out.read_text()) if options.out.exists() else {"models": []}
     for model in record["models"]:
         if options.speed and time.perf_counter() - start < options.seconds:
             try:
@@ -125,6 +135,8 @@ def main() -> None:
             f"{time.perf_counter() - start:6.1f} s {model['name']}: {model.get('speed') or model.get('error')}",
             flush=True,
         )
+    keep_earlier_speeds(record, earlier)
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

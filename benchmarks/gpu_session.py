@@ -1,172 +1,209 @@
-"""All GPU measurements in one command of less than ten minutes: the engine, attention variants, agreement, tests.
+"""All GPU measurements of docs by one command, each in a process of its own with a time limit.
 
-    python benchmarks/gpu_session.py OUT                 # on a GPU: OUT gets logs and JSON files
-    python benchmarks/gpu_session.py OUT --tiny          # the same steps with a toy model; a minute on a CPU
+    python benchmarks/gpu_session.py OUT                          # on a GPU; about an hour
+    python benchmarks/gpu_session.py OUT --only tests engine      # some of them
+    python benchmarks/gpu_session.py OUT --only agreement --seconds 300
+    python benchmarks/gpu_session.py OUT --tiny                   # small models, to try it; minutes on a CPU
+    cp -r OUT/results/. benchmarks/results && underdraw plot --page docs   # the pages
 
-Each step runs in a separate process with a time limit and writes its results after every part, so a step that fails or
-hangs does not affect the others. Needs torch; transformers for the baseline and pytest for the tests are optional.
+OUT/results has the files that are committed below benchmarks/results, OUT/traces those of benchmarks/traces, and
+OUT/logs what every command printed. A command that fails or hangs does not affect the others; its exit code is in
+OUT/session.json. Some of them (agreement, kinds, sweep) go on where they stopped if the same OUT is given again.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TRACES = ROOT / "benchmarks" / "traces"
-LIMITS = {"anole-7b": 270, "llamagen-xl": 100, "agreement": 80, "tests": 170, "tuned": 170}  # seconds at most
-PROMPTS = ROOT / "benchmarks" / "prompts64.txt"
+SCRIPTS = ROOT / "benchmarks"
+RESULTS = SCRIPTS / "results"
+KINDS, PROMPTS = SCRIPTS / "prompts_kinds.json", SCRIPTS / "prompts64.txt"
 
 
-def run(name: str, words: list[str], out: Path, limit: float) -> dict[str, Any]:
-    """Run one step; its output goes to a log file, of which the last lines are printed."""
-    log = out / f"{name}.log"
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+class Command(NamedTuple):
+    """A command line after `python`, and the seconds that it may take."""
+
+    name: str
+    limit: float
+    words: tuple[str, ...]
+
+
+def command(name: str, limit: float, *words: object) -> Command:
+    return Command(name, limit, tuple(map(str, words)))
+
+
+def tests(out: Path, tiny: bool) -> Iterator[Command]:
+    chosen = ["tests/exactness/test_graphs.py", "-k", "bucket"] if tiny else ["tests/gpu"]
+    yield command("tests", 600, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", *chosen)
+
+
+def engine(out: Path, tiny: bool) -> Iterator[Command]:
+    """Times of passes by size, profiles, the bandwidth bound and transformers (docs/performance.md)."""
+    folder = out / "results" / "engine"
+    variants = [
+        ("anole-7b", "--weights", "full"),
+        ("anole-7b", "--weights", "int8"),
+        ("llamagen-xl", "--weights", "full"),
+        ("anole-7b", "--weights", "fp8"),
+        ("anole-7b", "--weights", "int4"),
+        ("anole-7b", "--numerics", "fastest"),
+    ]
+    for model, option, value in variants[: 2 if tiny else None]:
+        is_full = value == "full"
+        name = model if is_full else f"{model}-{value}"
+        words = ["--model", "random:toy" if tiny else f"random:{model}", option, value, "--force"]
+        words += [] if is_full and model == "anole-7b" else ["--no-transformers"]
+        words += ["--passes", "2"] if tiny else []
+        yield command(
+            f"engine-{name}", 200, "-m", "underdraw", "bench", "engine", *words, "-o", folder / f"{name}.json"
+        )
+
+
+def agreement(out: Path, tiny: bool) -> Iterator[Command]:
+    """Tokens of plain decoding against chains and trees (docs/exactness.md); resumes, so it may be given many times."""
+    folder, toy = out / "results" / "agreement", ["--toy"] if tiny else []
+    yield command(
+        "agreement", 900, SCRIPTS / "agreement_matrix.py", folder, "--seconds", 30 if tiny else "{limit}", *toy
+    )
+    model = ["--model", "random:toy" if tiny else "random:anole-7b", "--numerics", "fastest"]
+    sizes = ["--nodes", 24, "--nodes", 64, "--batch", 1, "--batch", 3, "--temperature", 1, "--pictures", 6]
+    words = [*model, *sizes, "--tokens", 48, "-o", folder / "anole-7b-fastest.json", "--force"]
+    yield command("agreement-fastest", 120, "-m", "underdraw", "bench", "agreement", *words)
+
+
+def weights(out: Path, tiny: bool) -> Iterator[Command]:
+    """What quantised weights change (docs/weights.md)."""
+    few = ["--limit", 2, "--pictures", 1, "--formats", "int8"] if tiny else []
+    file = out / "results" / "weights" / "quality.json"
+    yield command("weights", 240, SCRIPTS / "weights_quality.py", file, *few)
+
+
+def trees(out: Path, tiny: bool) -> Iterator[Command]:
+    """Tokens per pass of Jacobi trees (docs/row-above.md) and their replay at 7B (docs/experiments/kinds.md)."""
+    few = ["--per-kind", 1, "--temperature", 1] if tiny else ["--batch", 40]
+    one = ["--setting", "jacobi-tree trunk:nodes=64"] if tiny else []
+    sweep = out / "results" / "sweep" / "h200.json"
+    device = ["--device", "cpu"] if tiny else ["--device", "cuda"]
+    yield command("sweep", 200, SCRIPTS / "jacobi_trees.py", *device, "--dtype", "auto", *few, *one, "--json", sweep)
+    replay, costs, traces = SCRIPTS / "replay_kinds.py", out / "costs.json", out / "traces" / "kinds.npz"
+    model = ["--model", "toy"] if tiny else []
+    sizes = ["--sizes", 1, 8] if tiny else []
+    yield command("replay-costs", 90, replay, "costs", costs, *model, *sizes)
+    recorded = ["--per-kind", 1, "--setting", "chain 64"] if tiny else ["--batch", 40]
+    yield command("replay-record", 200, replay, "record", traces, "--costs", costs, *device, *recorded)
+    file = out / "results" / "replay" / "kinds.json"
+    words = ["--costs", costs, "--out", file, "--seconds", 30 if tiny else 230]
+    yield command("replay", 240, replay, "replay", traces, *words, *model)
+
+
+def kinds(out: Path, tiny: bool) -> Iterator[Command]:
+    """All methods by kind of picture (README.md, docs/experiments/kinds.md) and acceptance maps (docs/row-above.md)."""
+    folder = out / "results" / "kinds" / "h200"
+    words = ["--preset", "kinds", "--prompts", KINDS, "--temperature", 1, *(["--limit", 1] if tiny else [])]
+    yield command("kinds", 420, "-m", "underdraw", "bench", *words, "--out", folder)
+    files = ["--out", out / "row-above.png", "--json", out / "results" / "row-above.json"]
+    yield command("acceptance-maps", 60, SCRIPTS / "acceptance_maps.py", folder, *files)
+
+
+def batching(out: Path, tiny: bool) -> Iterator[Command]:
+    """Continuous against static batches (docs/serving.md)."""
+    script, traces, folder = SCRIPTS / "batching.py", out / "traces" / "windows.npz", out / "results" / "batching"
+    device = [] if tiny else ["--device", "cuda", "--dtype", "bfloat16"]
+    few = ["--concurrency", 1, 2, "--static", 2] if tiny else []
+    yield command("batching-record", 90, script, *device, "--record", traces, *(["--prompts", 1] if tiny else []))
+    time_limit = ["--seconds", 20] if tiny else ["--seconds", "{limit}"]
+    words = [*device, "--images", 1 if tiny else 4, *time_limit, *few]
+    yield command("batching-tiny", 150, script, *words, "-o", folder / "tiny-h200.json")
+    random = ["--model", "random:toy" if tiny else "random:anole-7b", "--rows", 6, "--traces", traces]
+    words = [*random, *device, "--images", 1 if tiny else 2, *time_limit, *few]
+    yield command("batching-anole", 200, script, *words, "-o", folder / "anole-h200.json")
+
+
+def families(out: Path, tiny: bool) -> Iterator[Command]:
+    """Decoders of all families (docs/models.md) and `custom_generate` (docs/integrations.md)."""
+    folder = out / "results" / "families"
+    only = ["--only", "toy", "--passes", 2] if tiny else []
+    yield command("families", 150, SCRIPTS / "families.py", *only, "--out", folder / "families.json")
+    script = SCRIPTS / "custom_generate.py"
+    size = ["--size", "test"] if tiny else ["--size", "published", "--side", 12]
+    names = ["janus"] if tiny else ["janus", "glm_image", "chameleon", "emu3"]
+    common = [*size, "--accuracy", 0.75, "--tree", "none", "auto"]
+    words = ["--family", *names, *common, "--seconds", 200, "--out", folder / "custom-generate-gpu.json"]
+    yield command("custom-generate", 260, script, *words)
+
+
+def fullsize(out: Path, tiny: bool) -> Iterator[Command]:
+    """Whole checkpoints in their published sizes and layouts (docs/models.md)."""
+    few = ["--tiny", "--only", "simplear", "--device", "cpu"] if tiny else ["--once", "lumina,emu3", "--seconds", 400]
+    yield command(
+        "fullsize", 420, SCRIPTS / "fullsize.py", *few, "--out", out / "results" / "fullsize" / "fullsize.json"
+    )
+
+
+PARTS = {
+    part.__name__: part for part in (tests, engine, agreement, weights, trees, kinds, batching, families, fullsize)
+}
+
+
+def run(step: Command, out: Path, limit: float) -> dict[str, object]:
+    """Run a command; its output goes to a log file, of which the last lines are printed."""
+    log = out / "logs" / f"{step.name}.log"
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
+    words = [sys.executable, *(word.format(limit=int(limit - 5)) if word == "{limit}" else word for word in step.words)]
     start = time.perf_counter()
     with log.open("w") as file:
-        output: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
         try:
-            code = subprocess.run(words, env=environment, cwd=ROOT, timeout=limit, check=False, **output).returncode
+            code = subprocess.run(
+                words, env=environment, cwd=ROOT, timeout=limit, check=False, stdout=file, stderr=subprocess.STDOUT
+            ).returncode
         except subprocess.TimeoutExpired:
             code = 124
     seconds = time.perf_counter() - start
-    print(f"== {name}: code {code}, {seconds:.0f} s", flush=True)
-    print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
-    return {"name": name, "code": code, "seconds": round(seconds, 1)}
+    print(f"== {step.name}: exit code {code}, {seconds:.0f} s", flush=True)
+    print("\n".join(log.read_text(errors="replace").splitlines()[-12:]), flush=True)
+    return {"name": step.name, "code": code, "seconds": round(seconds, 1)}
 
 
-def test_command(out: Path, tiny: bool) -> list[str]:
-    """The command of the GPU tests, or of `run_checks` where pytest is missing."""
-    if importlib.util.find_spec("pytest") is None:
-        return [sys.executable, str(Path(__file__).resolve()), str(out), "--step", "checks"]
-    chosen = ["tests/exactness/test_graphs.py", "-k", "bucket"] if tiny else ["tests/gpu"]
-    return [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "--maxfail=5", *chosen]
+def prepare(out: Path) -> None:
+    """Create the folders, and copy the result that keeps the rows of models that are not measured again."""
+    for folder in ("engine", "agreement", "weights", "sweep", "replay", "kinds", "batching", "families", "fullsize"):
+        (out / "results" / folder).mkdir(parents=True, exist_ok=True)
+    for folder in ("logs", "traces"):
+        (out / folder).mkdir(exist_ok=True)
+    kept = Path("families", "families.json")
+    if not (out / "results" / kept).exists():
+        shutil.copyfile(RESULTS / kept, out / "results" / kept)
 
 
-def run_checks() -> None:
-    """The most important checks of tests/gpu, for machines without pytest."""
-    import graph_checks
-    import torch
-    import toy_models
-
-    from underdraw.engine.cuda_graphs import CudaGraphPass, EagerPass, GraphCache
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    target, capture = toy_models.target(device=device), CudaGraphPass if device == "cuda" else EagerPass
-    for name in graph_checks.DRAFTERS:
-        for batch, seeds in graph_checks.BATCHES.items():
-            for layout_name, layout in graph_checks.LAYOUTS.items():
-                for policy in graph_checks.POLICIES:
-                    graphs = GraphCache(capture=capture, span_multiple=64)
-                    options: dict[str, Any] = {"layout": layout, "seeds": seeds, "guidance": 2.0}
-                    graph_checks.check_two_decodes(target, graphs, name, policy, **options)
-                print(f"{name}, {batch}, {layout_name}: equal", flush=True)
-
-
-def measure_engine(name: str, model: str, out: Path, kind: str) -> None:
-    """`underdraw bench engine` without its command line, which needs packages that may be missing.
-
-    `full` measures everything, `short` plain decoding and passes over 64 nodes, `tuned` the same with autotuned GEMMs.
-    """
-    import torch
-
-    from underdraw.bench.engine import EngineBenchConfig, measure
-    from underdraw.bench.records import engine_rows
-    from underdraw.bench.replay import Trace
-    from underdraw.models.loading import resolve_placement
-
-    placement, is_full = resolve_placement("auto", "auto"), kind == "full"
-    cuda = placement.device.type == "cuda"
-    config = EngineBenchConfig(
-        model,
-        placement,
-        compile="on" if cuda else "off",
-        passes=40 if cuda else 2,
-        pictures=3 if cuda else 1,
-        sizes=(1, 8, 16, 32, 64, 128) if is_full else (1, 64),
-        drafters=("eagle", "block") if is_full else (),
-        tuned=kind == "tuned",
-        attention_backend="auto" if is_full or not cuda else "tree",
-    )
-    # The name of a trace starts with the drafter that it is replayed with.
-    paths = sorted(TRACES.glob("*.json")) if is_full else []
-    traces: Any = [(Trace.load(path), path.stem.partition("-")[0]) for path in paths]
-    start = time.perf_counter()
-
-    def set_stage(text: str) -> None:
-        memory = f", {torch.cuda.memory_allocated() / 2**30:.1f} GiB" if cuda else ""
-        print(f"{time.perf_counter() - start:6.1f} s{memory}: {text}", flush=True)
-
-    def save(record: dict[str, Any]) -> None:
-        (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-
-    record = measure(config, traces, set_stage, baseline=is_full, save=save)
-    for label, value in engine_rows(record):
-        print(f"{label:60} {value}", flush=True)
-
-
-def measure_tiny_agreement(out: Path, tiny: bool) -> None:
-    """Agreement of plain and tree passes of the embedded model in bfloat16."""
-    from underdraw import Pipeline
-    from underdraw.bench.agreement import Subject, measure_agreement
-    from underdraw.bench.environment import describe_machine
-    from underdraw.engine.cuda_graphs import EagerPass, GraphCache, make_graph_cache
-
-    pipe = Pipeline.from_pretrained("tiny", drafter="jacobi", dtype="bfloat16")
-    graphs = make_graph_cache(pipe.device, "auto") or GraphCache(capture=EagerPass)
-    count = 1 if tiny else 20
-    texts = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
-    request = pipe.request(texts)
-    layout = pipe.model.make_layout(request.size)
-    subject = Subject("tiny", pipe.model.target, layout, pipe.prompts(request), request.guidance, request.top_k)
-    agreement = measure_agreement(subject, graphs.with_min_bucket, temperature=request.temperature)
-    facts = {"model": "tiny", "dtype": "bfloat16", "machine": describe_machine(pipe.device)}
-    record = {**facts, "guidance": request.guidance, **agreement}
-    (out / "agreement.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(agreement["shapes"], indent=1), flush=True)
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="a toy model instead of the large ones")
-    parser.add_argument("--only", default="", help=f"comma-separated steps: {', '.join(LIMITS)}")
-    parser.add_argument("--seconds", type=float, default=560, help="time limit of the whole session")
-    parser.add_argument("--step", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.step == "checks":
-        return run_checks()
-    if options.step == "agreement":
-        return measure_tiny_agreement(options.out, options.tiny)
-    if options.step is not None:
-        return measure_engine(*options.step.split(":")[:2], options.out, options.step.split(":")[2])
-    this = [sys.executable, str(Path(__file__).resolve()), str(options.out), *["--tiny"] * options.tiny, "--step"]
-    large, medium = ("toy", "toy") if options.tiny else ("anole-7b", "llamagen-xl")
-    steps = {
-        "anole-7b": [*this, f"anole-7b:{large}:full"],
-        "llamagen-xl": [*this, f"llamagen-xl:{medium}:short"],
-        "agreement": [*this, "agreement"],
-        "tests": test_command(options.out, options.tiny),
-        "tuned": [*this, f"tuned:{large}:tuned"],
-    }
-    unknown = {name for name in options.only.split(",") if name} - set(steps)
-    if unknown:
-        parser.error(f"unknown steps {', '.join(sorted(unknown))}; allowed: {', '.join(steps)}")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="some of the parts, in order")
+    parser.add_argument("--tiny", action="store_true", help="small models and few settings")
+    parser.add_argument("--seconds", type=float, default=3600, help="time limit of the whole session")
+    options = parser.parse_args(arguments)
+    out = options.out.resolve()
+    prepare(out)
     start, results = time.perf_counter(), []
-    for name in [name for name in steps if not options.only or name in options.only.split(",")]:
+    for step in (step for name in options.only for step in PARTS[name](out, options.tiny)):
         left = options.seconds - (time.perf_counter() - start)
-        results.append(run(name, steps[name], options.out, max(1.0, min(LIMITS[name], left))))
-        (options.out / "session.json").write_text(json.dumps(results, indent=1) + "\n")
-    raise SystemExit(any(result["code"] for result in results))
+        if left < 10:
+            results.append({"name": step.name, "code": None, "seconds": 0.0})  # no time was left
+            continue
+        results.append(run(step, out, min(step.limit, left)))
+        (out / "session.json").write_text(json.dumps(results, indent=1) + "\n")
+    raise SystemExit(any(result["code"] != 0 for result in results))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ def decode(pipe: Pipeline, prompts: Sequence[str], temperature: float, batch: in
     histories = []
     for start in range(0, len(prompts), batch):
         texts = list(prompts[start : start + batch])
-        request = pipe.request(texts, temperature=temperature, seed=list(range(start, start + len(texts))))
+        seeds = list(range(start, start + len(texts)))
+        request = pipe.request(texts, temperature=temperature, top_p=1.0, seed=seeds)  # from all codes
         drawn = [History(pipe.model.make_layout(request.size)) for _ in texts]
         for _ in pipe.stream(request, drawn):
             pass

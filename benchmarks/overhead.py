@@ -25,13 +25,14 @@ from torch import Tensor
 from underdraw.calibration import Calibration
 from underdraw.drafters.jacobi_tree import JacobiTree
 from underdraw.engine.decode import decode
-from underdraw.history import History
+from underdraw.history import History, StepResult
 from underdraw.layout import Layout
 from underdraw.nn.kv_cache import KVCache
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch
 from underdraw.plan import MAX_DEPTH, TreePlan
 from underdraw.policies.adjacency import Adjacency
+from underdraw.policies.budget import Budget
 from underdraw.protocols import DraftRequest, PrefillOutput, Prompt, TargetOutput, VerifiedStep
 from underdraw.sampling import Sampler
 from underdraw.tree import DraftTree, Frontier, grow_tree
@@ -119,6 +120,20 @@ def jacobi_tree_ms(sampler: Sampler, models: LookupModels, nodes: int, repeats: 
     return {"Jacobi tree: grow": grow, "Jacobi tree: commit": median_ms(commit, repeats) - grow - verify}
 
 
+def budget_plan_ms(layout: Layout, accepted: int = 4) -> float:
+    """Milliseconds in which `auto` chooses a size, the median over the passes of an image."""
+    history, policy, step, times = History(layout), Budget(tree="16:19/32:30/64:53"), layout.start, []
+    history.record_first(0)
+    while step + accepted + 1 < layout.stop:
+        start = time.thread_time()
+        plan = policy.plan(history, step)
+        times.append(time.thread_time() - start)
+        tokens = tuple(range(accepted + 1))
+        history.record(StepResult(0, 0, step, accepted, plan, tokens, (0,) * accepted, 0.0))
+        step += accepted + 1
+    return statistics.median(times) * 1e3
+
+
 def measure(nodes: int, codes: int, depth: int, width: int, repeats: int) -> dict[str, float]:
     """Milliseconds per pass of each part and of the whole loop."""
     layout = Layout(32, 32, range(codes))
@@ -139,7 +154,8 @@ def measure(nodes: int, codes: int, depth: int, width: int, repeats: int) -> dic
         cache.compact(path, counts * 0, (0, 0))
 
     parts = {
-        "plan": median_ms(lambda: adjacency.plan(history, 100), repeats),
+        "plan (adjacency)": median_ms(lambda: adjacency.plan(history, 100), repeats),
+        "plan (budget)": min(budget_plan_ms(layout) for _ in range(5)),
         "noise": median_ms(lambda: sampler.noise_window(steps, depth + 1), repeats),
         "grow": median_ms(lambda: session.draft(request), repeats),
         "verify": median_ms(lambda: Exact().verify(tree, output.logits, noise_window), repeats),

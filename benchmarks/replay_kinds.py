@@ -36,7 +36,7 @@ from underdraw.engine.autotune import FixedPlan
 from underdraw.history import History
 from underdraw.io import atomic_write_json, read_json_object
 from underdraw.models.loading import resolve_placement
-from underdraw.plan import MAX_GPU_DEPTH, TreePlan, chain_plan
+from underdraw.plan import MAX_GPU_DEPTH, TreePlan, bucket_size, chain_plan
 from underdraw.policies.budget import Budget, format_costs
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import TreePolicy
@@ -44,8 +44,7 @@ from underdraw.protocols import TreePolicy
 SIZES = (1, 8, 16, 32, 64, 128)  # of passes that are timed
 SETTINGS: dict[str, str | TreePolicy] = {
     "chain 64": "chain:depth=63",
-    "tree 64": "trunk:nodes=64",
-    "tree 128": "trunk:nodes=128",
+    **{f"tree {nodes}": f"trunk:nodes={nodes}" for nodes in (16, 32, 64, 128)},
 }
 
 
@@ -90,12 +89,13 @@ def measure_costs(options: argparse.Namespace) -> None:
 
 def settings_of(options: argparse.Namespace) -> dict[str, str | TreePolicy]:
     """The trees to record, with `auto` if the costs of the large model's passes are there."""
-    if options.costs is None:
-        return SETTINGS
-    costs = read_json_object(options.costs, "costs of passes")
-    plain, *_ = costs["forced"]
-    chain, tree = (format_costs(tuple(map(tuple, pairs))) for pairs in ([plain, *costs["chain"]], costs["tree"]))
-    return {**SETTINGS, "auto": Budget(chain, tree)}
+    settings = dict(SETTINGS)
+    if options.costs is not None:
+        costs = read_json_object(options.costs, "costs of passes")
+        plain, *_ = costs["forced"]
+        chain, tree = (format_costs(tuple(map(tuple, pairs))) for pairs in ([plain, *costs["chain"]], costs["tree"]))
+        settings["auto"] = Budget(chain, tree)
+    return {name: tree for name, tree in settings.items() if not options.setting or name in options.setting}
 
 
 def record(options: argparse.Namespace) -> None:
@@ -103,7 +103,7 @@ def record(options: argparse.Namespace) -> None:
     groups = {kind: texts[: options.per_kind] for kind, texts in json.loads(PROMPTS.read_text()).items()}
     prompts, kinds = [t for texts in groups.values() for t in texts], [k for k, texts in groups.items() for _ in texts]
     pipe = Pipeline.from_pretrained(options.model, device=options.device, drafter="jacobi-tree", tree="none")
-    traces = []
+    traces = load_traces(options.traces) if options.add else []
     for name, tree in settings_of(options).items():
         pipe.tree = tree
         histories = decode(pipe, prompts, options.temperature, options.batch)
@@ -120,6 +120,9 @@ def record(options: argparse.Namespace) -> None:
 def replay(options: argparse.Namespace) -> None:
     """Time the passes of every trace at the size of another model."""
     traces, bench, started = load_traces(options.traces), open_bench(options), time.perf_counter()
+    costs = read_json_object(options.costs, "costs of passes") if options.costs is not None else None
+    by_costs = speed_by_costs(traces, costs) if costs is not None else None
+    traces = [trace for trace in traces if not options.setting or trace.about["setting"] in options.setting]
     placement = bench.config.placement
     plain = bench.pass_ms(Forced(), NoTree())
     result = {
@@ -130,7 +133,8 @@ def replay(options: argparse.Namespace) -> None:
         "temperature": traces[0].about["temperature"],
         "note": FORCED,
         "plain_ms": round(plain, 4),
-        "costs": read_json_object(options.costs, "costs of passes") if options.costs is not None else None,
+        "costs": costs,
+        "by_costs": by_costs,
         "rows": [],
     }
     for row in replay_rows(bench, traces, options.limit):
@@ -143,6 +147,23 @@ def replay(options: argparse.Namespace) -> None:
     for section in replay_sections(result):
         assert section.table is not None
         print(section.text, *(" | ".join(row) for row in section.table.rows), sep="\n")
+
+
+def speed_by_costs(traces: Sequence[Trace], costs: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Speed over plain decoding by setting and kind, total times of all recorded pictures by the costs of passes."""
+    plain = costs["forced"][0][1]
+    curves = {False: [costs["forced"][0], *costs["chain"]], True: costs["tree"]}
+    times: dict[str, dict[str, list[float]]] = {}
+    for trace in traces:
+        sizes = [(plan.nodes > plan.depth + 1, bucket_size(plan.nodes)) for plan in trace.plans]
+        spent = sum(float(np.interp(nodes, *zip(*curves[is_tree], strict=True))) for is_tree, nodes in sizes)
+        for kind in (trace.about["kind"], "all"):
+            by_kind = times.setdefault(trace.about["setting"], {}).setdefault(kind, [])
+            by_kind.append(spent / (sum(trace.accepted) + len(trace.accepted)))
+    return {
+        setting: {kind: round(plain / float(np.mean(values)), 4) for kind, values in by_kind.items()}
+        for setting, by_kind in times.items()
+    }
 
 
 def replay_rows(bench: EngineBench, traces: Sequence[Trace], limit: int | None) -> Iterator[dict[str, Any]]:
@@ -189,7 +210,9 @@ def main() -> None:
             continue
         command.add_argument("traces", type=Path, metavar="NPZ")
         command.add_argument("--costs", type=Path, metavar="JSON", help="what `costs` wrote")
+        command.add_argument("--setting", action="append", choices=[*SETTINGS, "auto"], help="only this one; repeat")
         if name == "record":
+            command.add_argument("--add", action="store_true", help="keep the traces that the file has")
             command.add_argument("--batch", type=int, default=1)
             command.add_argument("--per-kind", type=int, default=8, help="prompts of each kind")
             command.add_argument("--temperature", type=float, default=1.0)

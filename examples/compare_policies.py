@@ -17,7 +17,7 @@ table = Table("tree", "seconds", "passes", "tokens per pass", "mean depth", "mea
 images = set()
 for policy in POLICIES:
     pipe.tree = policy
-    out = pipe("a fox, 3D render, on a sky blue background", seed=6)
+    out = pipe("a fox, 3D render, on a sky blue background", seed=2)
     stats = out.stats
     means = (stats.tokens_per_pass, stats.mean_depth, stats.mean_nodes)
     table.add_row(policy, f"{stats.seconds:.2f}", str(stats.passes), *(f"{mean:.2f}" for mean in means))

@@ -27,6 +27,6 @@ class OneDeeper:
 
 pipe = Pipeline.from_pretrained(sys.argv[1] if len(sys.argv) > 1 else "tiny")
 pipe.tree = OneDeeper(max_depth=6)
-out = pipe("a fox, 3D render, on a sky blue background", seed=6)
+out = pipe("a fox, 3D render, on a sky blue background", seed=2)
 print(f"{pipe.tree_name}: {out.stats.tokens_per_pass:.2f} tokens per pass, mean depth {out.stats.mean_depth:.2f}")
-assert out.images[0].tobytes() == pipe.plain()("a fox, 3D render, on a sky blue background", seed=6).images[0].tobytes()
+assert out.images[0].tobytes() == pipe.plain()("a fox, 3D render, on a sky blue background", seed=2).images[0].tobytes()

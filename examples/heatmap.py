@@ -7,7 +7,7 @@ import numpy as np
 from underdraw import Pipeline
 
 pipe = Pipeline.from_pretrained(sys.argv[1] if len(sys.argv) > 1 else "tiny")
-out = pipe("a fox, 3D render, on a sky blue background", seed=6, token_stats="keep")  # entropy, top-1 too
+out = pipe("a fox, 3D render, on a sky blue background", seed=2, token_stats="keep")  # entropy, top-1 too
 out.heatmap().save("heatmap.png")
 
 history = out.history  # grids of accepted, depth, width, nodes, rank, entropy and top1

@@ -6,7 +6,8 @@ same (`benchmarks/invariance.py` measures what breaks them, docs/exactness.md ex
 
 - weights are stored input-major, or packed: `PACK_WIDTH` outputs side by side, input-major, one pack after the other,
   which gives the same bits and is faster because memory is read in order;
-- inner products longer than `max_inner_size()` are summed up chunk by chunk, since threads share longer ones;
+- inner products longer than `max_inner_size()` are summed up chunk by chunk, since threads share longer ones, and
+  units for 16-bit numbers (AMX) divide longer ones by the number of rows;
 - a product has at least `min_rows()` rows and a multiple of `row_multiple()`; `linear` pads with zeros;
 - attention sums up at most `sum_block()` positions at a time, so that the zeros of masked slots between them change
   nothing.
@@ -34,6 +35,8 @@ PACK_WIDTH = 32  # of 16, 32, 64, 128 and 256 the fastest for two rows
 _ROW_RULES = ((2, 1), (4, 4), (8, 8), (16, 16))  # candidates: minimum number of rows, and a multiple of this
 _SUM_BLOCKS = (256, 64)  # candidates: positions that are summed up at a time
 _HALF_PRECISION_ROWS = 4  # 16-bit types need a multiple of four rows on every processor
+_HALF_PRECISION_CHUNK = 256  # longest inner product of 16-bit types on processors that divide longer ones by the rows
+_TILE_INPUTS = 32  # 16-bit inputs that one instruction of such a processor takes
 _PROBE_ROW_COUNTS = (1, 2, 3, 5, 6, 7, 9, 11, 13, 19, 25, 33)
 _PROBE_MAX_ROWS = 48  # rows of the product that smaller ones are compared with
 
@@ -71,6 +74,15 @@ def max_inner_size() -> int:
     return 768 if torch.get_num_threads() <= 2 else 256
 
 
+def inner_chunks(inputs: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Start and width of the parts of an inner product that are summed up one after the other."""
+    chunk, end = max_inner_size(), inputs
+    if dtype != torch.float32 and divides_half_precision(torch.get_num_threads()):
+        chunk, end = _HALF_PRECISION_CHUNK, inputs // _TILE_INPUTS * _TILE_INPUTS  # the rest is a part of its own
+    parts = [(start, min(chunk, end - start)) for start in range(0, end, chunk)]
+    return parts if end == inputs else [*parts, (end, inputs - end)]
+
+
 def padded_rows(count: int, dtype: torch.dtype) -> int:
     """The number of rows that a product of `count` rows is padded to."""
     least = multiple = _HALF_PRECISION_ROWS
@@ -93,14 +105,16 @@ def linear(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = No
     if not x.is_cpu or torch.is_grad_enabled():
         return F.linear(x, unpack(weight), bias)
     product = F.linear if weight.ndim == 2 else _packed_product
-    inputs, chunk = x.shape[-1], max_inner_size()
+    inputs = x.shape[-1]
     count = x.numel() // inputs
     padding = padded_rows(count, x.dtype) - count
     rows = F.pad(x.reshape(-1, inputs), (0, 0, 0, padding)) if padding else x
-    out = product(rows.narrow(-1, 0, chunk), weight.narrow(1, 0, chunk)) if inputs > chunk else product(rows, weight)
-    for start in range(chunk, inputs, chunk):
-        width = min(chunk, inputs - start)
-        out += product(rows.narrow(-1, start, width), weight.narrow(1, start, width))
+    chunks = inner_chunks(inputs, x.dtype)
+    if len(chunks) == 1:
+        out = product(rows, weight)
+    else:
+        parts = (product(rows.narrow(-1, *chunk), weight.narrow(1, *chunk)) for chunk in chunks)
+        out = functools.reduce(Tensor.add_, parts)
     if bias is not None:
         out += bias
     return out[:count].view(*x.shape[:-1], -1) if padding else out
@@ -244,6 +258,19 @@ def _probe(threads: int) -> RowInvariance:
             "decoding where two tokens are nearly equal"
         )
     return RowInvariance(*(rows or _ROW_RULES[-1]), block or _SUM_BLOCKS[-1])
+
+
+@functools.cache
+@torch.no_grad()
+def divides_half_precision(threads: int) -> bool:
+    """Whether this processor divides long inner products of bfloat16 by the number of rows, as AMX units do."""
+    for inputs, outputs in ((512, 1536), (768, 512)):
+        x, matrix = _random(7, _PROBE_MAX_ROWS, inputs).bfloat16(), _random(8, inputs, outputs).bfloat16()
+        expected = F.linear(x, matrix.t())
+        for count in range(_HALF_PRECISION_ROWS, _PROBE_MAX_ROWS, _HALF_PRECISION_ROWS):
+            if not torch.equal(F.linear(x[:count], matrix.t()), expected[:count]):
+                return True
+    return False
 
 
 def _random(seed: int, *shape: int) -> Tensor:

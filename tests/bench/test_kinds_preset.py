@@ -69,7 +69,10 @@ def test_rows_methods_and_columns_kinds(mini: Path, tmp_path: Path) -> None:
     page.write_text("before\n<!-- results: run#kinds -->\n<!-- end -->\nafter\n")
     assert call("plot", "--page", page).code == 0
     text = page.read_text()
-    assert text.count("| method | easy | hard | all | identical |") == 1 and "drafting" not in text
+    assert text.count("| method | easy | hard | all | tokens per pass | identical |") == 1 and "drafting" not in text
+    total = summary["entries"][-1]["kinds"]["all"]
+    assert f"** ({total['speedup']['p10']:.2f} to" in text and f"| {total['tau']:.2f} | 2 of 2 |" in text
+    assert "| AR |" not in text
     assert text.startswith("before") and text.endswith("after\n")
     assert call("plot", tmp_path / "run").code == 0
     assert "plain decoding of the same picture" in (tmp_path / "run" / "report.html").read_text()

@@ -23,8 +23,17 @@ NOTE = (
 )
 
 
-def kinds_sections(summary: Record) -> list[Section]:
-    """One table per temperature, the highest first; nothing for runs without kinds."""
+SPEED_NOTE = (
+    "Each cell: times as fast as plain decoding (AR) of the same picture in the same turn: median (p10 to p90), "
+    "without brackets of one picture. identical: pictures whose codes are all those of plain decoding."
+)
+
+
+def kinds_sections(summary: Record, *, only_speed: bool = False) -> list[Section]:
+    """One table per temperature, the highest first; nothing for runs without kinds.
+
+    With `only_speed`, tokens per pass are shown over all pictures alone.
+    """
     entries = [entry for entry in summary["entries"] if entry.get("kinds")]
     settings, machine = summary["settings"], summary.get("machine")
     sections = []
@@ -34,7 +43,8 @@ def kinds_sections(summary: Record) -> list[Section]:
         text = f"Model {settings['model']}, temperature {temperature:g}, {pictures} pictures"
         if machine:
             text += f"; {settings['dtype']}, {sampling_label(settings)}, {machine_label(machine)}"
-        sections.append(Section(text=f"{text}.", table=_table(shown), note=NOTE))
+        table, note = (_speed_table(shown), SPEED_NOTE) if only_speed else (_table(shown), NOTE)
+        sections.append(Section(text=f"{text}.", table=table, note=note))
     return sections
 
 
@@ -47,6 +57,27 @@ def _table(entries: list[Mapping[str, Any]]) -> Table:
         cells = [_cell(entry["kinds"].get(kind), is_plain=entry["method"] == PLAIN) for kind in kinds]
         rows.append([entry["method"], *cells, f"{total['identical']} of {total['pictures']}"])
     return Table(columns, rows)
+
+
+def _speed_table(entries: list[Mapping[str, Any]]) -> Table:
+    kinds = list(entries[0]["kinds"])
+    columns = ("method", *(LABELS.get(kind, kind) for kind in kinds), "tokens per pass", "identical")
+    rows = []
+    for entry in entries:
+        if entry["method"] == PLAIN:
+            continue
+        total = entry["kinds"]["all"]
+        cells = [_speed_cell(entry["kinds"].get(kind)) for kind in kinds]
+        rows.append([entry["method"], *cells, f"{total['tau']:.2f}", f"{total['identical']} of {total['pictures']}"])
+    return Table(columns, rows)
+
+
+def _speed_cell(values: Mapping[str, Any] | None) -> str:
+    if values is None or values["speedup"] is None:
+        return "-"
+    speedup = values["speedup"]
+    spread = f" ({speedup['p10']:.2f} to {speedup['p90']:.2f})" if values["pictures"] > 1 else ""
+    return f"**{speedup['median']:.2f}**{spread}"
 
 
 def _cell(values: Mapping[str, Any] | None, *, is_plain: bool) -> str:

@@ -1,7 +1,7 @@
 """Sections as Markdown, HTML and terminal output; the report of a result, and the generated blocks of pages.
 
 A block is everything between `<!-- results: PATH -->` and `<!-- end -->`; PATH is relative to the page. `PATH#kinds`
-is the table by kind of image alone, `PATH#aims` the engine results against their aims.
+is the speed by kind of image alone, `PATH#aims` the engine results against their aims.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _block(base: Path, name: str) -> str:
     name, _, part = name.partition("#")
     path = base / name
     if part == "kinds" and (path / SUMMARY).is_file():
-        return to_markdown(kinds_sections(read_json(path / SUMMARY, "the summary of a benchmark")))
+        return to_markdown(kinds_sections(read_json(path / SUMMARY, "the summary of a benchmark"), only_speed=True))
     if part == "aims" and path.is_dir():
         return to_markdown(aims_sections(engine_records(path)))
     if path.suffix == ".json" and path.is_file():

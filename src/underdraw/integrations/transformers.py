@@ -27,19 +27,6 @@ from underdraw.nn.target import DecoderTarget
 from underdraw.pipeline import Pipeline
 from underdraw.protocols import Prompt
 
-Grid = tuple[int, int]  # rows and columns of codes
-MAX_SIDE = 512  # codes; no published model draws half of it
-# Logits processors whose effect is known: sampling parameters, guidance and the tokens that an image's layout allows.
-_KNOWN_PROCESSORS = {
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "PrefixConstrainedLogitsProcessor",
-    "SuppressTokensLogitsProcessor",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class ModelWeights(Checkpoint):
     """The weights of a model in memory, read as if they were files."""
@@ -282,74 +269,10 @@ def _check_weights(model: Any) -> None:
         raise UnsupportedError(f"{type(model).__name__} has adapters; merge them first (merge_and_unload).")
 
 
-def _check_arguments(input_ids: Any, mask: Any, names: Mapping[str, Any], grid: Any, numbers: tuple[Any, Any]) -> None:
-    """Raise a ConfigError for arguments of wrong types, which transformers hands over as they are."""
-    if (
-        not isinstance(input_ids, Tensor)
-        or input_ids.ndim != 2
-        or input_ids.is_floating_point()
-        or not input_ids.numel()
-    ):
-        raise ConfigError("input_ids must be a tensor of token ids (images, tokens); embeddings are not supported.")
-    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != input_ids.shape):
-        raise ConfigError("attention_mask must have the shape of input_ids.")
-    for name, value in names.items():
-        if not isinstance(value, str):
-            raise ConfigError(
-                f"{name} must be a name, not {type(value).__name__}; see `underdraw generate --help` for those allowed."
-            )
-    is_grid = (
-        isinstance(grid, Sequence)
-        and len(grid) == 2
-        and all(type(side) is int and 0 < side <= MAX_SIDE for side in grid)
-    )
-    if grid is not None and not is_grid:
-        raise ConfigError(f"image_size must be (rows, columns) in codes, at most {MAX_SIDE} each.")
-    guidance, seed = numbers
-    if guidance is not None and (isinstance(guidance, bool) or not isinstance(guidance, int | float)):
-        raise ConfigError(f"guidance must be a number, not {type(guidance).__name__}.")
-    if seed is not None and type(seed) is not int:
-        raise ConfigError(f"seed must be a whole number, not {type(seed).__name__}.")
-
-
-def _check_processors(processors: Sequence[Any]) -> None:
-    """Raise an UnsupportedError for logits processors that would be ignored."""
-    unknown = [type(item).__name__ for item in processors if type(item).__name__ not in _KNOWN_PROCESSORS]
-    if unknown:
-        raise UnsupportedError(
-            f"custom_generate cannot apply the logits processor {unknown[0]}; leave it out, or generate without "
-            "custom_generate."
-        )
-
-
 def _resolve_guidance(adapter: Adapter, guidance: float | None, config: Any, processors: Sequence[Any]) -> float:
     scales = (guidance, *(getattr(item, "guidance_scale", None) for item in processors))
     configured = getattr(config, "guidance_scale", None)
     return float(next((scale for scale in (*scales, configured, adapter.guidance) if scale is not None), 1.0))
-
-
-def _negative_rows(processors: Sequence[Any]) -> list[tuple[int, ...]] | None:
-    """The rows of `negative_prompt_ids`, which transformers hands to its guidance processor."""
-    for item in processors:
-        context = getattr(item, "unconditional_context", None)
-        if context is not None and context.get("input_ids") is not None:
-            return _strip_padding(context["input_ids"], context.get("attention_mask"))
-    return None
-
-
-def _repeat(rows: Sequence[tuple[int, ...]], like: Sequence[Any]) -> list[tuple[int, ...]]:
-    """One negative row may serve a whole batch."""
-    if len(rows) == 1:
-        return [rows[0]] * len(like)
-    if len(rows) != len(like):
-        raise ConfigError(f"{len(rows)} negative prompts came with {len(like)} prompts; pass one, or one per prompt.")
-    return list(rows)
-
-
-def _strip_padding(ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:
-    """The token ids of each row (B, N) without those that the attention mask hides."""
-    masks = torch.ones_like(ids) if mask is None else mask
-    return [tuple(row[keep.bool()].tolist()) for row, keep in zip(ids, masks, strict=True)]
 
 
 def _sampling(config: Any, codes: int) -> dict[str, Any]:

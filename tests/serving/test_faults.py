@@ -326,7 +326,7 @@ def test_malformed_requests(server: RunningServer, pipe: Pipeline) -> None:
         assert large.status_code == chunked.status_code == 413
         assert_refused(chunked)
         assert client.post(GENERATE, content=b"prompt=fox").status_code == 400
-        for path in ("/nothing", "/page/../app.py", "/page/%2e%2e%2fapp.py", "/docs"):
+        for path in ("/nothing", "/page/../app.py", "/page/%2e%2e%2fapp.py", "/docs", "/openapi.json"):
             assert_refused(client.get(path))
         assert client.get(GENERATE).status_code == 405
     assert server.engine.is_idle

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
+import dataclasses
 import io
 import json
+import re
+import types
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
 from commands import call
 from PIL import Image
-from running_server import PROMPT, RunningServer
+from running_server import PROMPT, RunningServer, run_server
+from torch import Tensor
 
 from underdraw import Pipeline
+from underdraw.models.family import ImageSize, SizeRange
+from underdraw.protocols import ImageTokenizer
+from underdraw.serving.drawing import build_request
+from underdraw.serving.errors import ApiError
+from underdraw.serving.schemas import DrawingOptions
+
+GENERATE = "/v1/images/generations"
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +156,15 @@ def test_asynchronous_clients_get_their_own_pictures(server: RunningServer, pipe
         assert np.array_equal(pixels(encoded), np.asarray(expected)), index
 
 
+def test_answers_have_the_types_of_the_client(client: openai.OpenAI) -> None:
+    """The client itself reads any value; programs that check answers against its types must read them too."""
+    for options in ({}, {"quality": "auto"}, {"quality": "standard"}, {"quality": "xhigh", "output_format": "webp"}):
+        answer = client.images.generate(prompt=PROMPT, **options)  # type: ignore[call-overload]
+        type(answer).model_validate(answer.to_dict(), strict=True)
+        for event in client.images.generate(prompt=PROMPT, stream=True, partial_images=1, **options):  # type: ignore[call-overload]
+            type(event).model_validate(event.to_dict(), strict=True)
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["served"]
     assert client.models.retrieve("served").owned_by == "underdraw"
@@ -194,3 +217,47 @@ def test_unknown_model_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.images.generate(prompt=PROMPT, model="dall-e-3")
     assert caught.value.param == "model" and caught.value.code == "model_not_found"
+
+
+class PromptedTokenizer:
+    """The image tokenizer of a model, as if its decoder read the prompt; only whole images are decoded."""
+
+    def __init__(self, tokenizer: ImageTokenizer) -> None:
+        self.tokenizer, self.downsample, self.codebook = tokenizer, tokenizer.downsample, tokenizer.codebook
+
+    def check_available(self) -> None: ...
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.tokenizer.encode(pixels)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        raise AssertionError("the decoder needs the prompt")
+
+    def decode_prompted(self, codes: Tensor, prompt: str, seed: int) -> Tensor:
+        return self.tokenizer.decode(codes)
+
+
+def test_decoder_that_needs_all_codes_sends_no_partial_images(served_model: Path, pipe: Pipeline) -> None:
+    """The page then shows a colour for each code, and the picture at the end."""
+    prompted = Pipeline.from_pretrained(served_model, drafter="jacobi", tree="none")
+    tokenizer = PromptedTokenizer(prompted.model.image_tokenizer)
+    prompted.model = dataclasses.replace(prompted.model, image_tokenizer=tokenizer)
+    with run_server(prompted) as running:
+        body = {"prompt": PROMPT, "seed": 3}
+        events = httpx.post(running.url + GENERATE, json={**body, "stream": True, "partial_images": 3}).text
+        drawn = httpx.post(f"{running.url}/draw", json=body).text
+    assert "partial_image" not in events and "event: preview" not in drawn
+    assert len(set(re.findall(r'"colours":"(\w+)"', drawn))) > 5
+    final = json.loads(re.findall(r"event: image_generation.completed\ndata: (.*)", events)[0])["b64_json"]
+    assert np.array_equal(pixels(final), np.asarray(pipe(PROMPT, seed=3).images[0]))
+
+
+def test_refused_size_names_all_that_the_model_has(pipe: Pipeline) -> None:
+    engine: Any = types.SimpleNamespace(pipe=copy.copy(pipe))
+    engine.pipe.model = dataclasses.replace(pipe.model, requires_size=True, size_range=SizeRange(4, 64))
+    cases = {"16x18": "16x18 is not one of this model's: 12x12, or any multiples of 4 up to 64.", None: "is missing: "}
+    for size, words in cases.items():
+        with pytest.raises(ApiError) as caught:
+            build_request(engine, DrawingOptions(prompt=PROMPT, size=size))
+        assert caught.value.param == "size" and caught.value.message.startswith(f"size {words}")
+    assert build_request(engine, DrawingOptions(prompt=PROMPT, size="16x20")).size == ImageSize(20, 16)

@@ -53,11 +53,14 @@ def test_api_key(served_model: Path) -> None:
 def test_health_follows_the_engine(served_model: Path) -> None:
     with run_server(Pipeline.from_pretrained(served_model, drafter="jacobi", tree="chain:depth=2")) as running:
         assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
+        for path in ("/health", "/health/live", "/health/ready"):
+            assert httpx.head(running.url + path).status_code == 200  # some load balancers ask so
         running.engine.failures = 3
         assert httpx.get(f"{running.url}/health/ready").status_code == 503
         assert post(running).status_code == 200  # a step that works again ends the alarm
         assert httpx.get(f"{running.url}/health/ready").status_code == 200
         running.engine.drain()
+        assert httpx.head(f"{running.url}/health/ready").status_code == 503
         assert httpx.get(f"{running.url}/health/live").status_code == 200
         assert httpx.get(f"{running.url}/health/ready").status_code == 503
         assert post(running).status_code == 503

@@ -21,6 +21,7 @@ from running_server import PROMPT, RunningServer, run_server
 from slow_policies import SlowChain
 
 from underdraw import Pipeline
+from underdraw.serving import drawing
 
 SIDE = 12  # codes
 NOT_TO_THE_INTERNET = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
@@ -270,13 +271,31 @@ def test_busy_server_says_so(browser: Browser, server: RunningServer) -> None:
             server.engine.cancel(job)
 
 
-def test_waiting_is_shown_until_the_first_pass(visit: Visit, server: RunningServer) -> None:
-    load = server.engine.submit(server.engine.pipe.request(PROMPT, num_images_per_prompt=3), id="load")
+def test_waiting_is_shown_until_the_first_pass(
+    visit: Visit, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "HEARTBEAT", 0.05)
+    load = [server.engine.submit(server.engine.pipe.request(PROMPT), id=f"load-{index}") for index in range(3)]
     visit.start_drawing()
     visit.wait("() => document.querySelector('#status').textContent === 'Waiting: 2 pictures are ahead.'")
-    server.engine.cancel(load)
+    server.engine.cancel(load[2])
+    visit.wait("() => document.querySelector('#status').textContent === 'Waiting: 1 picture is ahead.'")
+    for job in load:
+        server.engine.cancel(job)
     visit.wait("() => document.querySelector('#status').textContent === 'Drawing.'")
     visit.wait("() => document.querySelectorAll('#history li').length === 1")
+
+
+def test_unknown_words_are_named_until_the_next_picture(
+    visit: Visit, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(server.engine.pipe.model), "unknown_words", lambda model, texts: ["zebra"])
+    load = server.engine.submit(server.engine.pipe.request(PROMPT, num_images_per_prompt=2), id="load")
+    visit.start_drawing("a zebra")
+    visit.wait("() => document.querySelector('#status').textContent.includes('not trained with “zebra”')")
+    server.engine.cancel(load)
+    visit.wait("() => document.querySelectorAll('#history li').length === 1")
+    assert "zebra" in visit.text("#status")
 
 
 def test_key_is_asked_for(browser: Browser, model: Path) -> None:

@@ -152,6 +152,13 @@ class Scheduler:
         """Number of images in the queue."""
         return len(self._waiting)
 
+    def count_ahead(self, image: ScheduledImage) -> int:
+        """How many images must end before a waiting one gets a slot; 0 for one that waits no more."""
+        with self._lock:
+            if image not in self._waiting:
+                return 0
+            return max(0, self.running + self._waiting.index(image) - self.slots + 1)
+
     @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)

@@ -32,7 +32,7 @@ def create_app(pipe: Pipeline, settings: ServerSettings) -> tuple[ASGIApp, Engin
         yield
         await asyncio.to_thread(engine.stop)
 
-    app = FastAPI(title="underdraw", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="underdraw", lifespan=lifespan, openapi_url=None)  # its schema lists errors that are never sent
     app.state.engine, app.state.settings = engine, settings
     app.include_router(openai_api.router)
     if settings.page:
@@ -40,12 +40,12 @@ def create_app(pipe: Pipeline, settings: ServerSettings) -> tuple[ASGIApp, Engin
         app.include_router(page_api.router)
     add_handlers(app)
 
-    @app.get("/health")
-    @app.get("/health/live")
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.api_route("/health/live", methods=["GET", "HEAD"])
     async def live() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/health/ready")
+    @app.api_route("/health/ready", methods=["GET", "HEAD"])
     async def ready(request: Request) -> JSONResponse:
         is_ready = engine.is_ready
         return JSONResponse({"status": "ok" if is_ready else "not ready"}, 200 if is_ready else 503)

@@ -13,12 +13,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from underdraw.errors import ConfigError
+from underdraw.models.family import LoadedModel
 from underdraw.request import GenerationRequest
 from underdraw.serving.engine_thread import EngineThread, Event, Failed, Finished, Job
 from underdraw.serving.errors import ApiError, drawing_failed
 from underdraw.serving.schemas import DrawingOptions
 
 log = logging.getLogger(__name__)
+MAX_LISTED = 24  # sizes that an error lists before it counts the rest
 HEARTBEAT = 10.0  # seconds without an event after which a comment keeps proxies from closing a stream
 GRACE = 10.0  # seconds after the deadline in which a stream can send that it has passed
 
@@ -29,9 +31,7 @@ def build_request(engine: EngineThread, options: DrawingOptions, images: int = 1
     try:
         pipe.model.resolve_size(height, width)
     except ConfigError:
-        allowed = ", ".join(f"{size.width}x{size.height}" for size in pipe.model.sizes)
-        message = f"size {options.size} is not one of this model's: {allowed}."
-        raise ApiError(400, message, param="size", code="invalid_value") from None
+        raise _unsupported_size(pipe.model, options.size) from None
     try:
         if options.negative_prompt is not None:
             pipe.model.check_prompt(options.negative_prompt)
@@ -52,6 +52,19 @@ def build_request(engine: EngineThread, options: DrawingOptions, images: int = 1
         )
     except ConfigError as error:
         raise ApiError(400, str(error), param=_blamed(str(error)), code="invalid_value") from None
+
+
+def _unsupported_size(model: LoadedModel, size: str | None) -> ApiError:
+    names = [f"{size.width}x{size.height}" for size in model.sizes]
+    allowed = ", ".join(names[:MAX_LISTED])
+    if len(names) > MAX_LISTED:
+        allowed += f" or one of {len(names) - MAX_LISTED} more"
+    if model.size_range is not None:
+        allowed += f", or any {model.size_range}"
+    if size in (None, "auto"):
+        message = f"size is missing: this model has no default; it has {allowed}."
+        return ApiError(400, message, param="size", code="missing_required_parameter")
+    return ApiError(400, f"size {size} is not one of this model's: {allowed}.", param="size", code="invalid_value")
 
 
 def _blamed(message: str) -> str:
@@ -126,10 +139,13 @@ class EventStream(Response):
         engine: EngineThread,
         job: Job,
         timeout: float,
-        encode: Callable[[Event], AsyncIterator[tuple[str, dict[str, Any]]]],
+        encode: Callable[[Event | None], AsyncIterator[tuple[str, dict[str, Any]]]],
         first: list[tuple[str, dict[str, Any]]] | None = None,
     ) -> None:
-        """`encode` turns an event of the engine into named events of the stream; `first` are sent before them."""
+        """`encode` turns an event of the engine, or None for none in a while, into named events of the stream.
+
+        `first` are sent before them.
+        """
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.engine, self.job, self.timeout, self.encode, self.first = engine, job, timeout, encode, first or []
@@ -153,7 +169,6 @@ class EventStream(Response):
             async for event in read_events(self.job, self.timeout):
                 if event is None:
                     await write(": still drawing\n\n")
-                    continue
                 async for name, data in self.encode(event):
                     await write(format_event(name, data))
         except ApiError as error:

@@ -21,6 +21,7 @@ from underdraw.engine.scheduler import ScheduledImage, Scheduler
 from underdraw.errors import ConfigError, unknown
 from underdraw.history import StepResult
 from underdraw.pipeline import Pipeline
+from underdraw.protocols import PromptedImageTokenizer
 from underdraw.registry import parse
 from underdraw.request import GenerationRequest
 from underdraw.serving import errors
@@ -126,6 +127,7 @@ class EngineThread:
         self._schedulers: dict[str, TreeScheduler] = {}
         self._lock = threading.Condition()
         self._is_draining = self._is_stopped = False
+        self._has_partials = not isinstance(pipe.model.image_tokenizer, PromptedImageTokenizer)  # needs all codes
         self._preview_after = 0.0
         self._image_seconds = 1.0  # moving average of the time in a slot
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -152,11 +154,6 @@ class EngineThread:
     @property
     def waiting(self) -> int:
         return sum(entry.scheduler.waiting for entry in list(self._schedulers.values()))
-
-    def count_ahead(self, job: Job) -> int:
-        """How many images must end before the first of a new job gets a slot."""
-        scheduler = job.scheduler
-        return max(0, scheduler.running + scheduler.waiting - len(job.images) - scheduler.slots + 1)
 
     @property
     def is_draining(self) -> bool:
@@ -303,7 +300,8 @@ class EngineThread:
         """Decode a partial picture if the job wants one now."""
         job = self._jobs[image]
         is_preview = job.live and job.preview_is_read and time.perf_counter() >= self._preview_after
-        if not (is_preview or (job.partial_images and job.partial_is_due(image))):
+        is_due = is_preview or (job.partial_images > 0 and job.partial_is_due(image))
+        if not (is_due and self._has_partials):
             return
         started = time.perf_counter()
         history = image.history

@@ -79,7 +79,7 @@ class ImageAnswer:
         data = [await self._item(event) for event in finished]
         return {"created": self.created, "data": data, **self.echo, "usage": self._usage(len(finished))}
 
-    async def stream_events(self, event: Event) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    async def stream_events(self, event: Event | None) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """The events of OpenAI's stream; fields of underdraw are under one key."""
         if isinstance(event, PartialPicture):
             name = "image_generation.partial_image"

@@ -80,7 +80,7 @@ async def draw(body: DrawingOptions, request: Request) -> Response:
     job = engine.submit(build_request(engine, body), id=request.state.request_id, tree=body.tree_policy, live=True)
     request.state.log = " images=1" + (f" prompt={body.prompt!r}" if settings.log_prompts else "")
     answer = LiveAnswer(job, request.app.state.palette)
-    return EventStream(engine, job, settings.timeout, answer.stream_events, [("start", answer.start(engine))])
+    return EventStream(engine, job, settings.timeout, answer.stream_events, [("start", answer.start())])
 
 
 class LiveAnswer:
@@ -90,19 +90,21 @@ class LiveAnswer:
         self.job, self.palette = job, palette
         self._cells = 0  # that were sent
 
-    def start(self, engine: EngineThread) -> dict[str, Any]:
+    def start(self) -> dict[str, Any]:
         request, layout = self.job.request, self.job.images[0].history.layout
         return {
             "seed": request.seeds[0],
             "rows": layout.height,
             "columns": layout.width,
-            "ahead": engine.count_ahead(self.job),
+            **self._waiting(),
             "unknown_words": self.job.pipe.model.unknown_words(request.prompts),
             "settings": request.settings(),
         }
 
-    async def stream_events(self, event: Event) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        if isinstance(event, Pass):
+    async def stream_events(self, event: Event | None) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        if event is None:
+            yield "waiting", self._waiting()
+        elif isinstance(event, Pass):
             yield "pass", self._pass(event)
         elif isinstance(event, PartialPicture):
             encoded = await asyncio.to_thread(pictures.encode, event.picture, "jpeg", pictures.PREVIEW_QUALITY)
@@ -110,6 +112,10 @@ class LiveAnswer:
             yield "preview", {"cells": event.cells, "image": encoded}
         elif isinstance(event, Finished):
             yield "done", await self._done(event)
+
+    def _waiting(self) -> dict[str, int]:
+        """How many images must end before this one gets a slot."""
+        return {"ahead": self.job.scheduler.count_ahead(self.job.images[0])}
 
     def _pass(self, event: Pass) -> dict[str, Any]:
         """The new cells of a pass: their colours and entropies, the plan of the tree and how much was accepted."""

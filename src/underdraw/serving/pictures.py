@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from underdraw.images import png_metadata
 from underdraw.models.hub import is_hub_id
 from underdraw.output import PipelineOutput, Stats
+from underdraw.protocols import PromptedImageTokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,6 +67,8 @@ def fit_palette(tokenizer: ImageTokenizer, device: torch.device) -> NDArray[np.u
     The mean colour of a cell is close to linear in the code's embedding, so a few decodes of random codes suffice.
     """
     codebook = tokenizer.codebook.float().cpu()  # (K, D)
+    if isinstance(tokenizer, PromptedImageTokenizer):  # a decode takes a minute
+        return _false_colours(codebook)
     shape = (PALETTE_GRIDS, PALETTE_SIDE, PALETTE_SIDE)
     codes = torch.randint(len(codebook), shape, generator=torch.Generator().manual_seed(0))
     codes = codes[:, ::2, ::2].repeat_interleave(2, 1).repeat_interleave(2, 2)  # neighbours resemble each other
@@ -73,6 +77,14 @@ def fit_palette(tokenizer: ImageTokenizer, device: torch.device) -> NDArray[np.u
     features = torch.cat([codebook, torch.ones(len(codebook), 1)], dim=1)
     solution = torch.linalg.lstsq(features[codes.flatten()], colours, driver="gelsd").solution
     return ((features @ solution).clamp(-1, 1) * 127.5 + 127.5).round().byte().numpy()
+
+
+def _false_colours(codebook: Tensor) -> NDArray[np.uint8]:
+    """Red, green and blue from the three main directions of the codebook: codes that resemble each other look alike."""
+    centred = codebook - codebook.mean(0)
+    directions = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -3:]
+    along = centred @ directions
+    return (127.5 + 60 * along / along.std(0).clamp(min=1e-6)).clamp(0, 255).round().byte().numpy()
 
 
 def cell_colours(palette: NDArray[np.uint8], codes: Sequence[int]) -> str:

@@ -88,7 +88,7 @@ class ImageRequest(DrawingOptions):
 
     def echo(self, size: str) -> dict[str, Any]:
         """The settings that every answer repeats."""
-        quality = {"standard": "medium", "hd": "high", None: "auto"}.get(self.quality, self.quality)
+        quality = {"standard": "medium", "hd": "high", "auto": "medium", None: "medium"}.get(self.quality, self.quality)
         return {
             "size": size,
             "quality": quality,

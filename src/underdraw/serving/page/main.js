@@ -90,9 +90,11 @@ async function drawOn(sheet, body, signal) {
       setHidden("key-row", true); // the key was accepted
       isWaiting = data.ahead > 0;
       if (data.rows !== sheet.rows || data.columns !== sheet.columns) sheet.clear(data.rows, data.columns);
+    } else if (name === "waiting") {
+      if (isWaiting) sayProgress(data.ahead);
     } else if (name === "pass") {
       sheet.addPass(data);
-      if (isWaiting) say("Drawing.");
+      if (isWaiting) sayProgress(0);
       isWaiting = false;
       if (sheet === sheets[shown]) updateReadout();
     } else if (name === "preview") {
@@ -114,8 +116,13 @@ function announce({ ahead, unknown_words: unknown }) {
     const words = unknown.slice(0, 6).map((word) => `“${word}”`).join(", ");
     say(`The model was not trained with ${words} and draws something else instead.`, "note");
   } else {
-    say(ahead ? `Waiting: ${ahead} ${ahead === 1 ? "picture is" : "pictures are"} ahead.` : "Drawing.");
+    sayProgress(ahead);
   }
+}
+
+function sayProgress(ahead) {
+  if (element("status").dataset.tone === "note") return; // it stays until the next picture
+  say(ahead ? `Waiting: ${ahead} ${ahead === 1 ? "picture is" : "pictures are"} ahead.` : "Drawing.");
 }
 
 /** Runs something that can be cancelled or refused, and then `onFailure`. */

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +35,45 @@ def emu3(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return checkpoint_writers.write_emu3(tmp_path_factory.mktemp("emu3"))
 
 
+@pytest.fixture(scope="module")
+def glm_image(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return newer_checkpoint_writers.write_glm_image(tmp_path_factory.mktemp("glm"))
+
+
+def chameleon_model(vocabulary: dict[str, int]) -> Any:
+    """Chameleon with 4 x 4 codes and a small image tokenizer."""
+    from transformers import ChameleonConfig, ChameleonForConditionalGeneration
+
+    images = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 8}
+    config = ChameleonConfig(
+        **checkpoint_writers.CHAMELEON,
+        vq_config={**images, "embed_dim": 8, "resolution": 64},
+        vocabulary_map=vocabulary,
+    )
+    model = ChameleonForConditionalGeneration(config).eval()
+    checkpoint_writers.randomise(model, 3)
+    return model
+
+
 def janus_inputs() -> dict[str, Tensor]:
     ids = torch.tensor([[START, 20, 21, 22, IMAGE_START], [START, 23, 20, 25, IMAGE_START]])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def glm_inputs() -> dict[str, Any]:
+    """A prompt for 2 x 3 codes after 13 x 19; transformers is kept from tokens that are no codes."""
+    ids = torch.tensor([[64, 80, 81, 73, 102, 103, 74, 64]])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "image_grid_thw": torch.tensor([[1, 2, 3], [1, 13, 19]]),
+        "images_per_sample": torch.tensor([2]),
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 76,
+        "suppress_tokens": list(range(64, 72)),
+        "max_new_tokens": 2 * 3 + 13 * 19,
+    }
 
 
 def emu3_inputs() -> dict[str, Any]:
@@ -93,22 +131,45 @@ def test_sampled_tokens_do_not_depend_on_the_tree(janus: Any) -> None:
     assert torch.equal(first, janus.generate(**janus_inputs(), **options))
 
 
-@pytest.mark.parametrize("family", ["janus", "emu3"])
+def write_chameleon(folder: Path) -> Any:
+    """A checkpoint that the family Anole reads too; the codes have no names in the vocabulary."""
+    model = chameleon_model({"<image>": 8711})
+    model.save_pretrained(folder)
+    checkpoint_writers.write_text_tokenizer(folder / "tokenizer.json", 8900)
+    images = checkpoint_writers.vqgan("chameleon", 8192, (32, 32, 64))
+    torch.save({"state_dict": images}, folder / "vqgan.ckpt")  # transformers has no decoder of images
+    return model
+
+
+FAMILIES: dict[str, Callable[[Path], Any]] = {
+    "janus": checkpoint_writers.write_janus,
+    "emu3": checkpoint_writers.write_emu3,
+    "chameleon": write_chameleon,
+    "glm_image": newer_checkpoint_writers.write_glm_image,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_tokens_are_those_of_the_pipeline(family: str, tmp_path: Path) -> None:
     """underdraw's own plain decoding of the same seeds, guidance, temperature, top-k and top-p."""
-    model = getattr(checkpoint_writers, f"write_{family}")(tmp_path / family)
+    model = FAMILIES[family](tmp_path / family)
     pipe = Pipeline.from_pretrained(tmp_path / family, drafter="jacobi", tree="none", device="cpu")
     sampling: dict[str, Any] = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
-    expected = pipe("a red fox", num_images_per_prompt=2, seed=5, guidance_scale=3.0, output_type="codes", **sampling)
-    prompt = pipe.prompts(pipe.request("a red fox"))[0]
-    ids, negative = (torch.tensor([row]).repeat(2, 1) for row in (prompt.condition, prompt.unconditional))
-    options: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": True, "seed": 5, "guidance": 3.0}
+    size = {"height": 64, "width": 96} if family == "glm_image" else {}
+    scale = 1.0 if family == "glm_image" else 3.0
+    request = pipe.request("a red fox", num_images_per_prompt=2, seed=5, guidance_scale=scale, **size, **sampling)
+    expected = pipe.generate(request, output_type="codes")
+    prompt = pipe.prompts(request)[0]
+    ids, negative = (torch.tensor([row]).repeat(2, 1) for row in (prompt.condition, prompt.unconditional or (0,)))
+    options: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": True, "seed": 5, "guidance": scale}
     if family == "emu3":
         options |= {"negative_prompt_ids": negative, "guidance_scale": 2.0, "image_size": (4, 4), "max_new_tokens": 1}
+    if family == "glm_image":
+        options |= {"image_grid_thw": torch.tensor([[1, 2, 3], [1, 13, 19]] * 2)}
     drawn = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), tree="chain:depth=6", **options, **sampling
     )
-    layout = pipe.model.make_layout(pipe.model.sizes[0])
+    layout = pipe.model.make_layout(request.size)
     tokens = torch.tensor(np.stack([history.tokens for history in expected.histories]))
     assert torch.equal(drawn[:, -layout.steps :], tokens - (layout.codes.start if family == "janus" else 0))
     assert not torch.equal(drawn[0], drawn[1])
@@ -157,22 +218,7 @@ def test_left_padding_is_ignored(janus: Any) -> None:
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_chameleon_draws_codes(guidance: float) -> None:
     """transformers hides image tokens from Chameleon's outputs; here its head is read without that mask."""
-    from transformers import ChameleonConfig, ChameleonForConditionalGeneration
-
-    images = {
-        "base_channels": 32,
-        "channel_multiplier": [1, 1],
-        "num_res_blocks": 1,
-        "latent_channels": 8,
-        "embed_dim": 8,
-    }
-    config = ChameleonConfig(
-        **checkpoint_writers.CHAMELEON,
-        vq_config={**images, "embed_dim": 8, "resolution": 64},
-        vocabulary_map={"<image>": 8711, "IMGIMGAZ": 4},
-    )
-    model = ChameleonForConditionalGeneration(config).eval()
-    checkpoint_writers.randomise(model, 3)
+    model = chameleon_model({"<image>": 8711, "IMGIMGAZ": 4})
     ids = torch.tensor([[0, 8905, 8906, 8710, 8197]])
     options: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": False, "max_new_tokens": 16}
     drawn = model.generate(input_ids=ids, guidance=guidance, **options)
@@ -185,23 +231,53 @@ def test_chameleon_draws_codes(guidance: float) -> None:
     assert torch.equal(drawn, row)
 
 
-def test_greedy_glm_image_equals_transformers(tmp_path: Path) -> None:
-    """Both grids and the image's end; transformers is kept from tokens that are no codes."""
-    model = newer_checkpoint_writers.write_glm_image(tmp_path)
-    ids = torch.tensor([[64, 80, 81, 73, 102, 103, 74, 64]])
-    options: dict[str, Any] = {
-        "attention_mask": torch.ones_like(ids),
-        "image_grid_thw": torch.tensor([[1, 2, 3], [1, 13, 19]]),
-        "images_per_sample": torch.tensor([2]),
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 76,
-        "suppress_tokens": list(range(64, 72)),
-        "max_new_tokens": 2 * 3 + 13 * 19,
-    }
-    expected = model.generate(ids, **options)
-    drawn = model.generate(ids, **options, custom_generate=custom_generate, tree="chain:depth=6")
+def test_greedy_glm_image_equals_transformers(glm_image: Any) -> None:
+    """Both grids and the image's end."""
+    expected = glm_image.generate(**glm_inputs())
+    drawn = glm_image.generate(**glm_inputs(), custom_generate=custom_generate, tree="chain:depth=6")
     assert torch.equal(drawn[:, :-1], expected) and drawn[0, -1] == 65
+
+
+def test_guidance_without_a_negative_prompt_equals_transformers(emu3: Any) -> None:
+    """Its unconditional row begins with the last token of the prompt."""
+    inputs = {name: value for name, value in emu3_inputs().items() if not name.startswith("negative")}
+    expected = emu3.generate(**inputs, do_sample=False)
+    options: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": False, "image_size": (4, 4)}
+    drawn = emu3.generate(**inputs, **options, tree="chain:depth=5")
+    assert torch.equal(drawn, expected)
+    assert not torch.equal(drawn, emu3.generate(**{**inputs, "guidance_scale": 1.0}, **options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"guidance_scale": 3.0}, "guidance 3 was given, but this model has no guidance"),
+        ({"guidance": 1.5}, "guidance 1.5 was given, but this model has no guidance"),
+        ({"suppress_tokens": [7, 63, 64]}, "SuppressTokensLogitsProcessor forbids 2 of 64 codes"),
+        ({"prefix_allowed_tokens_fn": lambda *_: [1, 2, 3]}, "PrefixConstrained.* forbids 61 of 64 codes"),
+        ({"image_grid_thw": torch.tensor([[1, 2, 3], [1, 13, 19], [1, 3, 2], [1, 19, 13]])}, "of one size for all"),
+        ({"image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 3]])}, "a large and a small grid"),  # of an edited image
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(glm_image: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        glm_image.generate(**{**glm_inputs(), **changes}, custom_generate=custom_generate)
+
+
+def test_condition_images_are_refused(janus: Any) -> None:
+    """Raw, and encoded as transformers hands them over."""
+    config = janus.generation_config
+    for images in ({"pixel_values": torch.zeros(1)}, {"mm_encoder_outputs": {"image": torch.zeros(1)}}):
+        with pytest.raises(UnsupportedError, match="cannot see images; leave pixel_values out"):
+            custom_generate(janus, janus_inputs()["input_ids"], generation_config=config, **images)
+
+
+def test_files_of_the_working_directory_are_not_the_models(
+    glm_image: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "GlmImagePipeline"}')
+    monkeypatch.chdir(tmp_path)
+    assert integration.WrappedModel(glm_image).spec.arch.dim == 64
 
 
 def test_missing_image_size_is_one_sentence(emu3: Any) -> None:
@@ -269,3 +345,18 @@ def test_hub_folder(janus: Any) -> None:
     assert torch.equal(janus.generate(**janus_inputs(), **options, tree="chain:depth=4"), expected)
     long = torch.tensor([[START, *[20] * 30, IMAGE_START]])  # transformers' usual limit is 20 tokens
     assert janus.generate(input_ids=long, attention_mask=torch.ones_like(long), **options).shape == (1, 16)
+
+
+def test_model_repository_with_the_hub_folder(tmp_path: Path) -> None:
+    """transformers then replaces the model's `generate` by that of the folder."""
+    from transformers import JanusForConditionalGeneration
+
+    folder = Path(__file__).parents[2] / "integrations" / "hub" / "custom_generate"
+    expected = checkpoint_writers.write_janus(tmp_path / "janus").generate(
+        **janus_inputs(), custom_generate=custom_generate, do_sample=False
+    )
+    shutil.copytree(folder, tmp_path / "janus" / "custom_generate")
+    model = JanusForConditionalGeneration.from_pretrained(tmp_path / "janus", trust_remote_code=True)
+    options: dict[str, Any] = {"do_sample": False, "tree": "chain:depth=4"}
+    assert torch.equal(model.generate(**janus_inputs(), **options), expected)
+    assert torch.equal(model.generate(**janus_inputs(), **options, generation_mode="image"), expected)

@@ -7,4 +7,7 @@ def generate(model, *args, **kwargs):
     """`model.generate` with underdraw's decoding; takes the arguments of both."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     given.setdefault("max_new_tokens", 1)  # without effect, but transformers would refuse prompts of 20 tokens
-    return model.generate(*args, custom_generate=custom_generate, **given)
+    if given.get("generation_mode") == "image":
+        del given["generation_mode"]  # Janus' own name for what is done here; it refuses custom_generate with it
+    # Of the class: `model.generate` is this function where the model's repository has this folder.
+    return type(model).generate(model, *args, custom_generate=custom_generate, **given)

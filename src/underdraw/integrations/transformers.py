@@ -18,6 +18,18 @@ from torch import Tensor
 from underdraw.errors import ConfigError, UnsupportedError
 from underdraw.extras import require_package
 from underdraw.history import History
+from underdraw.integrations.generate_inputs import (
+    Grid,
+    check_arguments,
+    check_codes_allowed,
+    check_condition_images,
+    check_generation_config,
+    check_processors,
+    read_glm_grid,
+    read_negative_rows,
+    repeat_rows,
+    strip_padding,
+)
 from underdraw.layout import Layout
 from underdraw.models import anole, chameleon, emu3, glm_image, janus
 from underdraw.models.checkpoint import Checkpoint
@@ -27,6 +39,7 @@ from underdraw.nn.target import DecoderTarget
 from underdraw.pipeline import Pipeline
 from underdraw.protocols import Prompt
 
+
 @dataclass(frozen=True, slots=True)
 class ModelWeights(Checkpoint):
     """The weights of a model in memory, read as if they were files."""
@@ -35,6 +48,10 @@ class ModelWeights(Checkpoint):
 
     def shapes(self) -> dict[str, torch.Size]:
         return {name: tensor.shape for name, tensor in self.state.items()}
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Nothing: there are no files, and those of the working directory are not the model's."""
+        return {}
 
     def tensors(self, wanted: Any = None) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in self.state.items() if wanted is None or name in wanted)
@@ -61,6 +78,7 @@ class Adapter:
     image_size: Callable[[ModelSpec, Grid | None, Mapping[str, Any]], ImageSize]
     unconditional: Callable[[tuple[int, ...], Any], tuple[int, ...]]  # (prompt row, generation config)
     guidance: float | None = None  # where the generation config has none; None: off
+    has_guidance: bool = True
     returns_codes: bool = False  # codes of the image alone, instead of the prompt and token ids
 
 
@@ -77,16 +95,7 @@ def _emu3_size(spec: ModelSpec, grid: Grid | None, _: Mapping[str, Any]) -> Imag
 
 
 def _glm_size(_: ModelSpec, grid: Grid | None, kwargs: Mapping[str, Any]) -> ImageSize:
-    grids = kwargs.get("image_grid_thw")
-    if grid is None and grids is not None:
-        if (
-            not isinstance(grids, Tensor)
-            or grids.ndim != 2
-            or grids.shape[1] != 3
-            or not bool(((grids > 0) & (grids <= MAX_SIDE)).all())
-        ):
-            raise ConfigError("image_grid_thw must be a tensor (images, 3) of sizes, as the processor returns it.")
-        grid = tuple(grids[0, 1:].tolist())  # of the large image; the small one follows
+    grid = grid or read_glm_grid(kwargs)
     if grid is None:
         raise ConfigError("pass image_grid_thw, which the processor returns, or image_size=(rows, columns).")
     return ImageSize(grid[0] * glm_image.DOWNSAMPLE, grid[1] * glm_image.DOWNSAMPLE)
@@ -102,14 +111,17 @@ ADAPTERS = {
     "janus": Adapter(
         janus.read_spec, janus.load_decoder, _default_size, _janus_unconditional, guidance=5.0, returns_codes=True
     ),
-    "emu3": Adapter(emu3.read_spec, emu3.load_decoder, _emu3_size, lambda row, _: row),
+    # Without negative_prompt_ids, transformers' guidance starts at the last token of the prompt.
+    "emu3": Adapter(emu3.read_spec, emu3.load_decoder, _emu3_size, lambda row, _: row[-1:]),
     "chameleon": Adapter(
         anole.read_spec,
         chameleon.load_decoder,
         _default_size,
         lambda row, _: (chameleon.START, chameleon.IMAGE_START),
     ),
-    "glm_image": Adapter(glm_image.read_spec, glm_image.load_decoder, _glm_size, lambda row, _: row),
+    "glm_image": Adapter(
+        glm_image.read_spec, glm_image.load_decoder, _glm_size, lambda row, _: row, has_guidance=False
+    ),
 }
 
 
@@ -203,28 +215,26 @@ def custom_generate(
     The length of an image is fixed, so stopping criteria and the maximal number of tokens have no effect.
     """
     processors = list(logits_processor or ())
-    _check_processors(processors)
-    if generation_config is None:
-        raise ConfigError("there is no generation_config; call model.generate(..., custom_generate=custom_generate).")
-    if (generation_config.num_beams or 1) > 1:
-        raise UnsupportedError(
-            f"num_beams {generation_config.num_beams} was given, but images are drawn without beams."
-        )
+    check_processors(processors)
+    check_condition_images(model_kwargs)
+    check_generation_config(generation_config)
     mask = model_kwargs.get("attention_mask")
-    _check_arguments(input_ids, mask, {"drafter": drafter, "tree": tree}, image_size, (guidance, seed))
+    check_arguments(input_ids, mask, {"drafter": drafter, "tree": tree}, image_size, (guidance, seed))
     wrapped = _wrap(model)
     adapter = wrapped.adapter
     size = adapter.image_size(wrapped.spec, image_size, model_kwargs)
     layout = wrapped.spec.make_layout(size)
+    check_codes_allowed(processors, layout.codes, input_ids)
     scale = _resolve_guidance(adapter, guidance, generation_config, processors)
-    rows = _strip_padding(input_ids, mask)
+    rows = strip_padding(input_ids, mask)
     if not all(rows) or not all(0 <= token < wrapped.spec.arch.vocab for row in rows for token in row):
         raise ConfigError(
             f"input_ids need rows of token ids from 0 to {wrapped.spec.arch.vocab - 1}, none of them empty."
         )
-    negative = _negative_rows(processors)
+    negative = read_negative_rows(processors)
     others = [adapter.unconditional(row, generation_config) for row in rows] if negative is None else negative
-    prompts = [Prompt(row, other if scale != 1 else ()) for row, other in zip(rows, _repeat(others, rows), strict=True)]
+    pairs = zip(rows, repeat_rows(others, rows), strict=True)
+    prompts = [Prompt(row, other if scale != 1 else ()) for row, other in pairs]
     first = int(torch.randint(2**31, ())) if seed is None else seed
     wrapped.rows.clear()
     wrapped.rows.update({str(index): prompt for index, prompt in enumerate(prompts)})
@@ -272,7 +282,10 @@ def _check_weights(model: Any) -> None:
 def _resolve_guidance(adapter: Adapter, guidance: float | None, config: Any, processors: Sequence[Any]) -> float:
     scales = (guidance, *(getattr(item, "guidance_scale", None) for item in processors))
     configured = getattr(config, "guidance_scale", None)
-    return float(next((scale for scale in (*scales, configured, adapter.guidance) if scale is not None), 1.0))
+    scale = float(next((scale for scale in (*scales, configured, adapter.guidance) if scale is not None), 1.0))
+    if scale != 1 and not adapter.has_guidance:
+        raise UnsupportedError(f"guidance {scale:g} was given, but this model has no guidance; leave it out.")
+    return scale
 
 
 def _sampling(config: Any, codes: int) -> dict[str, Any]:

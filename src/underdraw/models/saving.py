@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from underdraw.errors import CapacityError, ConfigError, UnsupportedError, first_line
 from underdraw.io import as_path, read_json, read_text
-from underdraw.models.checkpoint import INDEX_FILES, SAVED_CHOICES_FILE, Checkpoint, read_tensors, tensor_shapes
+from underdraw.models.checkpoint import INDEX_FILES, SAVED_CHOICES_FILE, read_tensors, tensor_shapes
 from underdraw.models.config import UNKNOWN_LICENCE
 from underdraw.models.family import LoadedModel
 from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES, format_size, is_hub_id
@@ -25,6 +25,7 @@ from underdraw.nn.row_invariant import QuantizedLinear
 from underdraw.nn.weights import SCALE, read_safetensors_header, write_safetensors
 from underdraw.registry import families
 
+_HIDDEN = shutil.ignore_patterns(".*")  # of a clone or an editor: .git alone is as large as the weights
 _NOT_UPLOADED = ("state.pt", "*.lock", ".*")  # what only the training of a drafter needs
 _TAGS = ["underdraw", "speculative-decoding", "autoregressive-image-generation"]
 _HUB_LICENCES = ("apache-2.0", "mit")  # identifiers of the hub; others need a name, and a link where there is one
@@ -44,12 +45,15 @@ def save_checkpoint(
         raise UnsupportedError(f"{model.name} was not loaded from files; there is nothing to copy.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not an empty folder; pass a new one.")
+    if model.path.is_dir() and folder.resolve().is_relative_to(model.path.resolve()):
+        raise ConfigError(f"{folder} is inside of the model's folder, which would be copied into itself; pass another.")
+    companions = _missing_companions(model)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _check_room(model.path, folder.parent)
+    _check_room((model.path, *([] if drafter_folder is None else [drafter_folder]), *companions), folder.parent)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         copy = Path(temporary) / "model"
         if model.path.is_dir():
-            shutil.copytree(model.path, copy)
+            shutil.copytree(model.path, copy, ignore=_HIDDEN)
         else:
             copy.mkdir()
             shutil.copy(model.path, copy)
@@ -57,7 +61,7 @@ def save_checkpoint(
         if drafter_folder is not None:
             choices = {**choices, "drafter": f"drafter-{drafter_folder.resolve().name}"}
             shutil.copytree(drafter_folder, copy / choices["drafter"])
-        _copy_companions(model, copy)
+        _copy_companions(companions, copy / COMPANIONS)
         if not model.requires_size:
             choices = {**choices, "size": str(model.sizes[0])}
         (copy / SAVED_CHOICES_FILE).write_text(json.dumps(choices, indent=2) + "\n", encoding="utf-8")
@@ -67,15 +71,24 @@ def save_checkpoint(
     return folder
 
 
-def _check_room(source: Path, parent: Path) -> None:
-    """Raise a CapacityError if a disk has no room for a copy."""
-    files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
-    needed, free = sum(path.stat().st_size for path in files), shutil.disk_usage(parent).free
+def _check_room(sources: Iterable[Path], parent: Path) -> None:
+    """Raise a CapacityError if a disk has no room for a copy of files and folders."""
+    first, *others = sources
+    needed, free = sum(map(_count_bytes, (first, *others))), shutil.disk_usage(parent).free
     if needed > free:
         raise CapacityError(
-            f"a copy of {source} needs {format_size(needed)}, but {parent} has {format_size(free)} free; make room, or "
-            "use a folder on another disk (TMPDIR for uploads)."
+            f"a copy of {first} needs {format_size(needed)}, but {parent} has {format_size(free)} free; make "
+            "room, or use a folder on another disk (TMPDIR for uploads)."
         )
+
+
+def _count_bytes(source: Path) -> int:
+    """Bytes of what is copied of a file or a folder."""
+    if source.is_file():
+        return source.stat().st_size
+    files = (path for path in source.rglob("*") if path.is_file())
+    visible = (path for path in files if not any(part.startswith(".") for part in path.relative_to(source).parts))
+    return sum(path.stat().st_size for path in visible)
 
 
 def _write_quantized(model: LoadedModel, copy: Path) -> None:
@@ -110,19 +123,25 @@ def _replace_matrices(path: Path, matrices: Mapping[str, tuple[QuantizedLinear, 
         torch.save(tensors, path)
 
 
-def _copy_companions(model: LoadedModel, copy: Path) -> None:
-    """Copy the companions that the copied folder lacks."""
-    source = model.checkpoint
-    for companion in source.companions if source is not None else ():
-        if Checkpoint(copy, model.name).find_companion(companion.candidates, nearby=False) is not None:
-            continue
-        path = source.find_or_download(companion.names, companion.hub_id) if source is not None else copy
-        target = copy / COMPANIONS / (path.name if path.is_file() else companion.folder_name)
-        target.parent.mkdir(parents=True, exist_ok=True)
+def _missing_companions(model: LoadedModel) -> dict[Path, str]:
+    """The companions that are not in the model's folder, and their names in a copy."""
+    source, missing = model.checkpoint, {}
+    if source is None:
+        return {}
+    for companion in source.companions:
+        if source.path.is_file() or source.find_companion(companion.candidates, nearby=False) is None:
+            path = source.find_or_download(companion.names, companion.hub_id)
+            missing[path] = path.name if path.is_file() else companion.folder_name
+    return missing
+
+
+def _copy_companions(companions: Mapping[Path, str], folder: Path) -> None:
+    for path, name in companions.items():
+        folder.mkdir(exist_ok=True)
         if path.is_dir():
-            shutil.copytree(path, target)
+            shutil.copytree(path, folder / name)
         else:
-            shutil.copy(path, target)
+            shutil.copy(path, folder / name)
 
 
 def save_drafter_repository(

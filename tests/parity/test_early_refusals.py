@@ -190,16 +190,19 @@ def test_quantised_copy_is_not_downloaded_for_another_format(fake_hub: FakeHub, 
     assert not fetched_weights(fake_hub, "me/anole-int8")
 
 
-def test_formats_of_other_quantisers_are_refused_before_the_download(fake_hub: FakeHub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "file"), [(ANOLE, "config.json"), (GLM_IMAGE, "vision_language_encoder/config.json")])
+def test_formats_of_other_quantisers_are_refused_before_the_download(
+    fake_hub: FakeHub, tmp_path: Path, name: str, file: str
+) -> None:
     """Their tensors have other names, which was noticed after the download."""
-    publish(fake_hub, ANOLE, tmp_path)
-    config = tmp_path / "Anole-7b-v0.1-hf" / "config.json"
+    publish(fake_hub, name, tmp_path)
+    folder = tmp_path / name.rpartition("/")[2]
     changes = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
-    for name in (ANOLE, config.parent):
+    (folder / file).write_text(json.dumps({**json.loads((folder / file).read_text()), **changes}))
+    for source in (name, folder):
         with pytest.raises(UnsupportedError, match=r"was quantised by bitsandbytes, whose formats are not supported"):
-            Pipeline.from_pretrained(name, device="cpu")
-    assert fake_hub.downloaded(ANOLE) and not fetched_weights(fake_hub, ANOLE)
+            Pipeline.from_pretrained(source, device="cpu")
+    assert fake_hub.downloaded(name) and not fetched_weights(fake_hub, name)
 
 
 def test_words_are_listed_without_a_download_of_weights(fake_hub: FakeHub, tmp_path: Path) -> None:

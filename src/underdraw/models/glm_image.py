@@ -24,7 +24,12 @@ from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, S
 from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
 from underdraw.models.glm_image_pixels import DiffusionDecoder, check_diffusers
 from underdraw.models.text_tokenizers import load_text_tokenizer
-from underdraw.models.transformers_layout import decoder_arch, max_positions, with_defaults
+from underdraw.models.transformers_layout import (
+    decoder_arch,
+    max_positions,
+    refuse_other_quantizers,
+    with_defaults,
+)
 from underdraw.models.weight_map import HF_DECODER, HF_HEAD, HF_QKV_BIAS, WeightRule
 from underdraw.nn.rope import Rope
 from underdraw.nn.row_invariant import QuantizedLinear
@@ -89,7 +94,9 @@ def _decoder_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     folder = checkpoint.folder / DECODER_FOLDER
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{checkpoint.name} has no {DECODER_FOLDER}/config.json; download that folder too.")
-    return Checkpoint.from_path(folder, checkpoint.name, checkpoint.hub)
+    decoder = Checkpoint.from_path(folder, checkpoint.name, checkpoint.hub)
+    refuse_other_quantizers(decoder)
+    return decoder
 
 
 def glm_arch(text_config: Mapping[str, Any] | None, codes: int, name: str) -> Arch:

@@ -40,6 +40,7 @@ from underdraw.models.hub import (
 )
 from underdraw.models.lantern_drafters import load_lantern_head
 from underdraw.models.remote import RemoteCheckpoint, UnknownShapesError
+from underdraw.models.transformers_layout import refuse_other_quantizers
 from underdraw.nn.memory import GIB, free_bytes, physical_memory
 from underdraw.nn.quantization import decoder_bytes
 from underdraw.nn.quantized_weight import WEIGHT_FORMATS, WeightFormat
@@ -93,12 +94,7 @@ def detect_family(checkpoint: Checkpoint) -> Family:
         raise UnsupportedError(
             f"{checkpoint.name} ({model_type}) is of no supported family; supported are {', '.join(families.names())}."
         )
-    if quantization := checkpoint.config.get("quantization_config"):
-        method = quantization.get("quant_method", "another program")
-        raise UnsupportedError(
-            f"{checkpoint.name} was quantised by {method}, whose formats are not supported; load the weights that it "
-            "was made from, which the option weights quantises."
-        )
+    refuse_other_quantizers(checkpoint)
     return family
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from underdraw.errors import CheckpointError, UnsupportedError
+from underdraw.models.checkpoint import Checkpoint
 from underdraw.nn.rope import Rope
 from underdraw.nn.transformer import Arch
 
@@ -19,6 +20,16 @@ def with_defaults(config: Mapping[str, Any] | None, defaults: Mapping[str, Any])
 def max_positions(config: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> int:
     """The longest sequence that a configuration allows."""
     return int(with_defaults(config, defaults)["max_position_embeddings"])
+
+
+def refuse_other_quantizers(checkpoint: Checkpoint) -> None:
+    """Raise an UnsupportedError for weights that another program has quantised: their tensors have other names."""
+    if quantization := checkpoint.config.get("quantization_config"):
+        method = quantization.get("quant_method", "another program")
+        raise UnsupportedError(
+            f"{checkpoint.name} was quantised by {method}, whose formats are not supported; load the weights that it "
+            "was made from, which the option weights quantises."
+        )
 
 
 def decoder_arch(config: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str) -> Arch:

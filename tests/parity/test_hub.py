@@ -76,6 +76,17 @@ def test_single_file_with_the_weights_of_shards_is_not_downloaded() -> None:
     assert names_of(select_weights(listing)) == ["model-00001-of-00001.safetensors"]
 
 
+def test_index_of_weights_that_were_not_downloaded_is_no_obstacle(fake_hub: FakeHub, tmp_path: Path) -> None:
+    """One safetensors file beside sharded pickles, whose index is among the small files."""
+    checkpoint_writers.write_llamagen_converted(tmp_path / "model")
+    shards = {f"pytorch_model-0000{index}-of-00002.bin": 10**18 for index in (1, 2)}
+    index = {"weight_map": {"lm_head.weight": "pytorch_model-00001-of-00002.bin"}}
+    (tmp_path / "model" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    fake_hub.add("owner/model", tmp_path / "model", shards)
+    assert open_model("owner/model").weight_files()[0].name == "model.safetensors"
+    assert not shards.keys() & set(fake_hub.downloaded("owner/model"))
+
+
 def test_other_models_are_refused_before_their_weights_are_downloaded(fake_hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
@@ -209,6 +220,26 @@ def test_lumina_of_unknown_size_is_not_guessed(tmp_path: Path) -> None:
         model.resolve_size(None, None)
     assert str(model.resolve_size(512, 512)) == "512x512" and str(model.resolve_size(1024, 1024)) == "1024x1024"
     assert "do not name the image size" in call("models", "inspect", str(tmp_path / "mine")).out
+
+
+def test_size_of_a_renamed_folder_can_be_recorded(tmp_path: Path) -> None:
+    """For commands that have no option for it, such as `train` and `bench`."""
+    checkpoint_writers.write_lumina(tmp_path / "mine", side=None)
+    prompts, record = tmp_path / "prompts.txt", tmp_path / "mine" / "underdraw.json"
+    prompts.write_text("a red fox\n")
+    done = call("bench", "-m", tmp_path / "mine", "--prompts", prompts, "--out", tmp_path / "run")
+    assert done.code == 2 and 'write a file underdraw.json into its folder that says {"size": "768x768"}' in done.err
+    record.write_text('{"size": "512x512"}')
+    assert str(load_model(open_checkpoint(tmp_path / "mine"), CPU).resolve_size(None, None)) == "512x512"
+    for size in ("500x500", "512x768", "large"):
+        record.write_text(json.dumps({"size": size}))
+        with pytest.raises(ConfigError, match=f"has the size '{size}', which is no square of a multiple of 32 pixels"):
+            load_model(open_checkpoint(tmp_path / "mine"), CPU)
+
+
+def test_square_sizes_are_named_first(lumina_hub: FakeHub) -> None:
+    with pytest.raises(ConfigError, match=r"cannot generate 500x512 .* use 512x512, 768x768, 1024x1024, "):
+        load_model(open_model(LUMINA_512), CPU).resolve_size(500, 512)
 
 
 def test_lumina_of_unknown_size_can_be_measured(tmp_path: Path) -> None:

@@ -162,6 +162,8 @@ def test_image_size_of_a_renamed_file_is_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"which image size.*256x256, 384x384, 512x512"):
         model.resolve_size(None, None)
     assert str(model.resolve_size(384, 384)) == "384x384"
+    (tmp_path / "underdraw.json").write_text('{"size": "384x384"}')
+    assert str(parity_cases.load(path).resolve_size(None, None)) == "384x384"
 
 
 def test_folder_with_several_models_is_an_error(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import re
 import struct
 import zipfile
 from collections.abc import Container, Iterator, Sequence
@@ -100,6 +101,19 @@ class Checkpoint:
         path = self.folder / name
         return read_json_object(path, _CONFIG, CheckpointError) if path.exists() else {}
 
+    def recorded_side(self, multiple: int) -> int | None:
+        """The side of the square image in the record of a saved pipeline, a multiple of that many pixels."""
+        saved = self.read_json(SAVED_CHOICES_FILE).get("size")
+        if saved is None:
+            return None
+        match = re.fullmatch(r"(\d{2,5})x\1", str(saved))
+        if match is None or int(match[1]) % multiple or not int(match[1]):
+            raise ConfigError(
+                f"{SAVED_CHOICES_FILE} of {self.name} has the size {saved!r}, which is no square of a multiple of "
+                f"{multiple} pixels; correct it or delete the file."
+            )
+        return int(match[1])
+
     def find_companion(self, names: Sequence[str], *, nearby: bool = True) -> Path | None:
         """The first existing file or folder of these names, for parts that the authors publish in another repository.
 
@@ -139,15 +153,14 @@ class Checkpoint:
         return tuple(path for path in sorted(self.folder.glob(DRAFTER_FOLDERS)) if path.is_dir())
 
     def weight_files(self) -> list[Path]:
-        """The files with the weights: those in the index if there is one, safetensors preferred to pickles."""
+        """The files with the weights: safetensors preferred to pickles, and those in an index to a single file."""
         if self.path.is_file():
             return [self.path]
-        for index in INDEX_FILES:
+        for index, single in zip(INDEX_FILES, SINGLE_FILES, strict=True):
             if (self.path / index).exists():
                 return self._indexed_files(index)
-        for name in SINGLE_FILES:
-            if (self.path / name).exists():
-                return [self.path / name]
+            if (self.path / single).exists():
+                return [self.path / single]
         for suffix in WEIGHT_SUFFIXES:
             if paths := sorted(self.path.glob(f"*{suffix}")):
                 return paths

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.models.checkpoint import Checkpoint
+from underdraw.models.checkpoint import SAVED_CHOICES_FILE, Checkpoint
 from underdraw.models.config import (
     ImageSize,
     Placement,
@@ -161,11 +161,13 @@ class LoadedModel:
 
 def _resolve_size(model: ModelSpec | LoadedModel, name: str, height: int | None, width: int | None) -> ImageSize:
     default = model.sizes[0]
+    by_shape = sorted(model.sizes, key=lambda size: size.height != size.width)  # squares first
     if model.requires_size and (height is None or width is None):
-        squares = ", ".join(str(size) for size in model.sizes if size.height == size.width)
+        squares = ", ".join(str(size) for size in by_shape if size.height == size.width)
         raise ConfigError(
             f"the files of {name} do not say which image size it was trained for; give height and width, for "
-            f"example one of {squares}."
+            f"example one of {squares}, or write a file {SAVED_CHOICES_FILE} into its folder that says "
+            f'{{"size": "{default}"}}.'
         )
     if height is None and width is None:
         return default
@@ -174,7 +176,7 @@ def _resolve_size(model: ModelSpec | LoadedModel, name: str, height: int | None,
     if model.size_range is not None and requested in model.size_range:
         candidates.append(requested)
     if not candidates:
-        names, others = [str(size) for size in model.sizes], ""
+        names, others = [str(size) for size in by_shape], ""
         if len(names) > _MAX_LISTED:
             others = f" or one of {len(names) - _MAX_LISTED} more"
         if model.size_range is not None:

@@ -144,7 +144,7 @@ def _read_arch(decoder: DecoderFiles) -> Arch:
 
 
 def _read_sides(decoder: DecoderFiles) -> Sequence[int]:
-    """Image sides in pixels, from the configuration, the RoPE table or the file name; else all published ones."""
+    """Image sides in pixels, from configuration, RoPE table, file name or saved record; else all published ones."""
     rope_table = decoder.shapes.get(decoder.prefix + _ROPE_TABLE)
     cells = decoder.checkpoint.config.get("block_size")
     if cells is None and rope_table is not None:
@@ -152,7 +152,10 @@ def _read_sides(decoder: DecoderFiles) -> Sequence[int]:
     if cells is not None:
         return [square_side(int(cells), decoder.checkpoint.name) * DOWNSAMPLE]
     numbers = [int(number) for number in re.findall(r"_(\d{2,4})(?=_|$)", decoder.checkpoint.path.stem)]
-    return numbers[-1:] if numbers and numbers[-1] % DOWNSAMPLE == 0 else PUBLISHED_SIDES
+    if numbers and numbers[-1] % DOWNSAMPLE == 0:
+        return numbers[-1:]
+    saved = decoder.checkpoint.recorded_side(DOWNSAMPLE)
+    return PUBLISHED_SIDES if saved is None else [saved]
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:

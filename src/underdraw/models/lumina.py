@@ -9,7 +9,7 @@ from typing import Any
 
 from underdraw.layout import Layout
 from underdraw.models import chameleon
-from underdraw.models.checkpoint import SAVED_CHOICES_FILE, Checkpoint
+from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import UNKNOWN_LICENCE, ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
 from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
 from underdraw.models.text_tokenizers import Encode
@@ -42,9 +42,8 @@ def trained_side(checkpoint: Checkpoint) -> int | None:
     user, of the folder, of its repository in the hub's cache, or of the configuration's `_name_or_path`, which comes
     last because it may name the model that this one was trained from.
     """
-    saved = checkpoint.read_json(SAVED_CHOICES_FILE).get("size")
-    if isinstance(saved, str) and (match := re.fullmatch(r"(\d+)x\d+", saved)):
-        return int(match[1])
+    if saved := checkpoint.recorded_side(PATCH):
+        return saved
     path = checkpoint.path.resolve()
     repository = path.parents[1].name if path.parent.name == "snapshots" else ""
     names = (Path(checkpoint.name).name, path.name, repository, str(checkpoint.config.get("_name_or_path", "")))

@@ -12,7 +12,7 @@ from underdraw.models import chameleon
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults
 from underdraw.models.family import Family, LoadedModel, ModelSpec
-from underdraw.models.lumina import PATCH, list_sizes, prompt_builder, trained_side
+from underdraw.models.lumina import PATCH, list_sizes, prompt_builder
 from underdraw.models.text_tokenizers import SavedTokenizer, load_saved_tokenizer
 from underdraw.models.vqgan_checkpoint import MOVQ, load_vqgan
 
@@ -68,11 +68,11 @@ def load_text(checkpoint: Checkpoint) -> SavedTokenizer:
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
-    tokens = Lumina2Tokens.of(load_text(checkpoint))
+    tokens, side = Lumina2Tokens.of(load_text(checkpoint)), checkpoint.recorded_side(PATCH) or SIDE
     return ModelSpec(
         arch=replace(chameleon.chameleon_arch(checkpoint), outputs=CODES),
         defaults=SAMPLING,
-        sizes=list_sizes(trained_side(checkpoint) or SIDE),
+        sizes=tuple(size for size in list_sizes(side) if max(size.height, size.width) <= MAX_PATCHES * PATCH),
         make_layout=lambda size: make_layout(size, tokens),
     )
 

@@ -35,7 +35,6 @@ from underdraw.io import atomic_write_json
 from underdraw.models.loading import resolve_placement
 from underdraw.protocols import TreePolicy
 
-STARTED = time.perf_counter()
 ROOT = Path(__file__).parent
 PAGE = ROOT.parent / "docs" / "serving.md"
 TRACES = ROOT / "traces" / "windows.npz"
@@ -130,13 +129,13 @@ def measure(pipe: Pipeline, args: argparse.Namespace, report: Callable[[list[Row
     rows: list[Row] = []
 
     def add(row: Row) -> None:
-        rows.append({"at": round(time.perf_counter() - STARTED, 1), **row})
+        rows.append({"at": round(time.perf_counter() - args.started, 1), **row})
         print(json.dumps(rows[-1]), flush=True)
         report(rows)
 
     methods = {"plain": pipe.plain(), "speculative": pipe}
     for method in args.methods:
-        end = STARTED + args.seconds * (PLAIN_SHARE if method != args.methods[-1] else 1.0)
+        end = args.started + args.seconds * (PLAIN_SHARE if method != args.methods[-1] else 1.0)
         methods[method].set_progress_bar_config(disable=True)
         measure_method(methods[method], args, end, lambda row, method=method: add({"method": method, **row}))
 
@@ -250,6 +249,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--static", type=int, default=16, help="images of a static batch")
     parser.add_argument("--images", type=int, default=1, help="images per client")
     parser.add_argument("--rows", type=int, default=4, help="rows of cells of an image of random weights")
+    parser.set_defaults(started=time.perf_counter())
     parser.add_argument("--seconds", type=float, default=600, help="later rows have fewer images where time is short")
     parser.add_argument("--traces", type=Path, default=TRACES, help="recorded images for random weights")
     parser.add_argument("--record", type=Path, metavar="NPZ", help="record images of the model, and measure nothing")

@@ -39,8 +39,6 @@ def test_batching_measures_and_writes_the_table(tmp_path: Path, monkeypatch: pyt
         "--tree",
         "chain:depth=3",
         "--no-warmup",
-        "--seconds",
-        600,
     )
     run(monkeypatch, "--model", "random:toy", "--device", "cpu", *options, "-o", out)
     rows = json.loads(out.read_text())["rows"]

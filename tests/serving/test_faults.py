@@ -6,6 +6,7 @@ import base64
 import concurrent.futures
 import io
 import json
+import logging
 import random
 import re
 import signal
@@ -219,7 +220,10 @@ def test_crashed_scheduler_is_replaced(
     assert httpx.get(f"{slow_server.url}/health/ready").status_code == 200
 
 
-def test_full_queue_and_deadline(slow_server: RunningServer, served_model: Path) -> None:
+def test_full_queue_and_deadline(
+    slow_server: RunningServer, served_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "underdraw")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first = pool.submit(post, slow_server, n=6, seed=1)
         while slow_server.engine.waiting < 3:
@@ -232,7 +236,10 @@ def test_full_queue_and_deadline(slow_server: RunningServer, served_model: Path)
     with run_server(Pipeline.from_pretrained(served_model, drafter="jacobi", tree=tree), timeout=0.2) as hurried:
         late = post(hurried, n=4)
         assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+        stream = post(hurried, stream=True)
+        assert stream.status_code == 200 and '"code":"timeout"' in stream.text
         wait_until_idle(hurried)
+    assert re.search(r"generations 504 .* images=4\n(.*\n)*.*generations 200 .* images=1 error=timeout", caplog.text)
 
 
 def test_sigterm_finishes_what_is_drawn(served_model: Path, tmp_path: Path, pipe: Pipeline) -> None:

@@ -327,8 +327,12 @@ def test_nothing_overflows(browser: Browser, server: RunningServer, width: int, 
 
 
 def test_embedded_model_on_the_page(browser: Browser) -> None:
-    """The page as a newcomer meets it: the model of the package and the prompt that the page suggests."""
+    """The page as a newcomer meets it: the model of the package and the prompts that the page suggests."""
     with run_server(Pipeline.from_pretrained("tiny"), slots=2) as running, open_page(browser, running.url) as visit:
+        titles = visit.page.evaluate(
+            "() => [...document.querySelectorAll('#suggestions button')].map((it) => it.title)"
+        )
+        assert len(titles) == 5 and running.engine.pipe.model.unknown_words(titles) == []
         visit.page.click("#draw")
         visit.wait("() => document.querySelectorAll('#history li').length === 1", 300)
         assert float(visit.text("#r-rate")) > 1.5  # tokens per pass

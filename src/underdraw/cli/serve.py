@@ -105,7 +105,8 @@ def serve(
     def on_ready(address: str, warm_up_seconds: float | None) -> None:
         what = "page and API" if settings.page else "API"
         warm = "" if warm_up_seconds is None else f", warmed up in {warm_up_seconds:.1f} s"
-        print(f"{pipe.model.name} on {pipe.device.type}, {slots} slots{warm}: {what} at {address}", flush=True)
+        count = f"{slots} slot{'s' if slots > 1 else ''}"
+        print(f"{pipe.model.name} on {pipe.device.type}, {count}{warm}: {what} at {address}", flush=True)
 
     run_server(pipe, settings, on_ready)
     print("stopped.", flush=True)

@@ -156,13 +156,17 @@ class EventStream(Response):
                 group.cancel_scope.deadline = anyio.current_time() + self.timeout + GRACE  # of clients that do not read
                 group.start_soon(watch_disconnect, receive, group.cancel_scope)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await self._send_events(lambda text: _send_text(send, text))
+                error = await self._send_events(lambda text: _send_text(send, text))
+                if error is not None:  # the status was 200 all the same
+                    scope["state"]["log"] = f"{scope['state'].get('log', '')} error={error.code}"
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
                 group.cancel_scope.cancel()
         finally:
             self.engine.cancel(self.job)
 
-    async def _send_events(self, write: Callable[[str], Any]) -> None:
+    async def _send_events(self, write: Callable[[str], Any]) -> ApiError | None:
+        """Send all events; returns the error that ended the stream, if any."""
+        failure = None
         for name, data in self.first:
             await write(format_event(name, data))
         try:
@@ -172,11 +176,14 @@ class EventStream(Response):
                 async for name, data in self.encode(event):
                     await write(format_event(name, data))
         except ApiError as error:
-            await write(format_event("error", error.body()))
+            failure = error
         except Exception as error:  # of encoding a picture: the client has its status already
             log.exception("request %s: an event could not be encoded", self.job.id)
-            await write(format_event("error", drawing_failed(error).body()))
+            failure = drawing_failed(error)
+        if failure is not None:
+            await write(format_event("error", failure.body()))
         await write("data: [DONE]\n\n")
+        return failure
 
 
 async def _send_text(send: Send, text: str) -> None:

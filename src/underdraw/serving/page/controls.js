@@ -7,7 +7,7 @@ const EXAMPLES = [
   "a penguin, 3D render, in front of snowy mountains",
   "an owl, 3D render, on a brown background",
   "a castle, cartoon emoji, on a lavender background",
-  "a photo of a lake",
+  "a photo of mountains",
 ];
 
 export class Controls {

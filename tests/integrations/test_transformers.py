@@ -20,7 +20,9 @@ from torch import Tensor
 from underdraw.errors import ConfigError, UnsupportedError
 from underdraw.integrations import transformers as integration
 from underdraw.integrations.transformers import custom_generate
+from underdraw.layout import Layout
 from underdraw.pipeline import Pipeline
+from underdraw.sampling import Sampler
 
 START, PAD, IMAGE_START = 1, 2, 4  # of the small Janus
 
@@ -112,8 +114,12 @@ def test_greedy_janus_equals_transformers(janus: Any, tree: str) -> None:
 def test_greedy_emu3_equals_transformers(emu3: Any, tree: str) -> None:
     """With a negative prompt of another length than the prompt."""
     expected = emu3.generate(**emu3_inputs(), do_sample=False)
-    options = {"image_size": (4, 4), "tree": tree}
+    sizes = torch.tensor([[4, 4]])  # `image_sizes` of the processor
+    options = {"image_size": sizes[0], "tree": tree}
     drawn = emu3.generate(**emu3_inputs(), custom_generate=custom_generate, do_sample=False, **options)
+    height, width = sizes[0]
+    options["image_size"] = (height, width)
+    assert torch.equal(emu3.generate(**emu3_inputs(), custom_generate=custom_generate, **options), drawn)
     assert torch.equal(drawn, expected)
 
 
@@ -175,6 +181,21 @@ def test_sampled_tokens_are_those_of_the_pipeline(family: str, tmp_path: Path) -
     assert not torch.equal(drawn[0], drawn[1])
 
 
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.8, 12, 0.9), (1.0, 0, 0.75), (1.3, 50, 1.0)])
+def test_distribution_is_that_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
+    """What its logits processors leave of the same logits, in the order in which `generate` applies them."""
+    logits = 3 * torch.randn(64, 200, generator=torch.Generator().manual_seed(0))
+    theirs = transformers.TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        theirs = transformers.TopKLogitsWarper(top_k)(None, theirs)
+    if top_p < 1:
+        theirs = transformers.TopPLogitsWarper(top_p)(None, theirs)
+    config = transformers.GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
+    sampler = Sampler(Layout(4, 4, range(200)), [0], **integration._sampling(config, 200))
+    ours = sampler.filter_logits(logits)
+    torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), atol=1e-6, rtol=0)
+
+
 def test_many_rows_take_turns(janus: Any) -> None:
     """More than a pipeline draws at once, with the default tree, which is chosen by measured costs."""
     inputs = {name: tensor.repeat(9, 1) for name, tensor in janus_inputs().items()}
@@ -222,6 +243,8 @@ def test_chameleon_draws_codes(guidance: float) -> None:
     ids = torch.tensor([[0, 8905, 8906, 8710, 8197]])
     options: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": False, "max_new_tokens": 16}
     drawn = model.generate(input_ids=ids, guidance=guidance, **options)
+    with pytest.raises(ConfigError, match="must end with token 8197"):  # which its processor does not add
+        model.generate(input_ids=ids[:, :-1], **options)
     row, start = ids, torch.tensor([[0, 8197]])  # without text: the image's start after that of the text
     with torch.no_grad():
         for _ in range(drawn.shape[1] - ids.shape[1]):
@@ -283,6 +306,22 @@ def test_files_of_the_working_directory_are_not_the_models(
 def test_missing_image_size_is_one_sentence(emu3: Any) -> None:
     with pytest.raises(ConfigError, match=r"image_size=\(rows, columns\)"):
         emu3.generate(**emu3_inputs(), custom_generate=custom_generate, do_sample=False)
+
+
+@pytest.mark.parametrize("family", ["janus", "emu3", "glm_image"])
+def test_prompts_of_texts_are_refused(family: str, request: pytest.FixtureRequest) -> None:
+    """As processors return them if they are not asked for an image."""
+    inputs, start = {
+        "janus": (janus_inputs(), IMAGE_START),
+        "emu3": (emu3_inputs(), 5),
+        "glm_image": (glm_inputs(), 64),
+    }[family]
+    inputs = {**inputs, "input_ids": inputs["input_ids"][:, :-1], "attention_mask": None}
+    options: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": False}
+    if family == "emu3":
+        options |= {"image_size": (4, 4)}
+    with pytest.raises(ConfigError, match=f"must end with token {start}, which starts an image"):
+        request.getfixturevalue(family).generate(**{**inputs, **options})
 
 
 def test_processors_that_would_be_ignored_are_refused(janus: Any) -> None:

@@ -24,6 +24,14 @@ _KNOWN_PROCESSORS = {
 }
 
 
+def read_grid(grid: Any) -> Any:
+    """`image_size` with numbers in place of tensors, as processors return sizes; still to be checked."""
+    sides = grid.tolist() if isinstance(grid, Tensor) else grid
+    if not isinstance(sides, list | tuple):
+        return sides
+    return tuple(side.tolist() if isinstance(side, Tensor) else side for side in sides)
+
+
 def check_arguments(input_ids: Any, mask: Any, names: Mapping[str, Any], grid: Any, numbers: tuple[Any, Any]) -> None:
     """Raise a ConfigError for arguments of wrong types, which transformers hands over as they are."""
     if (
@@ -100,6 +108,17 @@ def check_codes_allowed(processors: Sequence[Any], codes: range, input_ids: Tens
 def _as_set(tokens: Any) -> set[int]:
     """Token ids in a tensor, or in a sequence of numbers and tensors."""
     return set(torch.as_tensor(tokens).flatten().tolist())
+
+
+def check_rows(rows: Sequence[tuple[int, ...]], vocab: int, image_start: int | None) -> None:
+    """Raise a ConfigError for prompts of unknown tokens, or without the token that starts an image at their end."""
+    if not all(rows) or not all(0 <= token < vocab for row in rows for token in row):
+        raise ConfigError(f"input_ids need rows of token ids from 0 to {vocab - 1}, none of them empty.")
+    if image_start is not None and any(row[-1] != image_start for row in rows):
+        raise ConfigError(
+            f"input_ids must end with token {image_start}, which starts an image; append it, or ask the processor for "
+            "the prompt of an image."
+        )
 
 
 def read_glm_grid(kwargs: Mapping[str, Any]) -> Grid | None:

@@ -25,7 +25,9 @@ from underdraw.integrations.generate_inputs import (
     check_condition_images,
     check_generation_config,
     check_processors,
+    check_rows,
     read_glm_grid,
+    read_grid,
     read_negative_rows,
     repeat_rows,
     strip_padding,
@@ -77,6 +79,7 @@ class Adapter:
     load_decoder: Callable[[Checkpoint, ModelSpec, Placement], DecoderTarget]
     image_size: Callable[[ModelSpec, Grid | None, Mapping[str, Any]], ImageSize]
     unconditional: Callable[[tuple[int, ...], Any], tuple[int, ...]]  # (prompt row, generation config)
+    image_start: Callable[[Mapping[str, Any], Any], int | None]  # (configuration, generation config): a token id
     guidance: float | None = None  # where the generation config has none; None: off
     has_guidance: bool = True
     returns_codes: bool = False  # codes of the image alone, instead of the prompt and token ids
@@ -107,20 +110,40 @@ def _janus_unconditional(row: tuple[int, ...], config: Any) -> tuple[int, ...]:
     return tuple(token if token in keep else int(config.pad_token_id) for token in row)
 
 
+def _janus_start(_: Mapping[str, Any], generation_config: Any) -> int | None:
+    return (getattr(generation_config, "generation_kwargs", None) or {}).get("boi_token_id")
+
+
+def _emu3_start(config: Mapping[str, Any], _: Any) -> int | None:
+    return (config.get("vocabulary_map") or {}).get(emu3.SPECIAL_TOKENS["image"][0])
+
+
 ADAPTERS = {
     "janus": Adapter(
-        janus.read_spec, janus.load_decoder, _default_size, _janus_unconditional, guidance=5.0, returns_codes=True
+        janus.read_spec,
+        janus.load_decoder,
+        _default_size,
+        _janus_unconditional,
+        _janus_start,
+        guidance=5.0,
+        returns_codes=True,
     ),
     # Without negative_prompt_ids, transformers' guidance starts at the last token of the prompt.
-    "emu3": Adapter(emu3.read_spec, emu3.load_decoder, _emu3_size, lambda row, _: row[-1:]),
+    "emu3": Adapter(emu3.read_spec, emu3.load_decoder, _emu3_size, lambda row, _: row[-1:], _emu3_start),
     "chameleon": Adapter(
         anole.read_spec,
         chameleon.load_decoder,
         _default_size,
         lambda row, _: (chameleon.START, chameleon.IMAGE_START),
+        lambda *_: chameleon.IMAGE_START,
     ),
     "glm_image": Adapter(
-        glm_image.read_spec, glm_image.load_decoder, _glm_size, lambda row, _: row, has_guidance=False
+        glm_image.read_spec,
+        glm_image.load_decoder,
+        _glm_size,
+        lambda row, _: row,
+        lambda config, _: config.get("image_start_token_id"),
+        has_guidance=False,
     ),
 }
 
@@ -132,10 +155,11 @@ class WrappedModel:
         self.adapter = _find_adapter(model)
         _check_weights(model)
         self.rows: dict[str, Prompt] = {}
+        self.config: dict[str, Any] = model.config.to_dict()
         checkpoint = ModelWeights(
             Path("weights in memory"),
             type(model).__name__,
-            config=model.config.to_dict(),
+            config=self.config,
             state=dict(model.state_dict()),
         )
         self.version = _weights_version(model)
@@ -218,19 +242,16 @@ def custom_generate(
     check_processors(processors)
     check_condition_images(model_kwargs)
     check_generation_config(generation_config)
-    mask = model_kwargs.get("attention_mask")
+    mask, image_size = model_kwargs.get("attention_mask"), read_grid(image_size)
     check_arguments(input_ids, mask, {"drafter": drafter, "tree": tree}, image_size, (guidance, seed))
     wrapped = _wrap(model)
     adapter = wrapped.adapter
     size = adapter.image_size(wrapped.spec, image_size, model_kwargs)
     layout = wrapped.spec.make_layout(size)
-    check_codes_allowed(processors, layout.codes, input_ids)
     scale = _resolve_guidance(adapter, guidance, generation_config, processors)
     rows = strip_padding(input_ids, mask)
-    if not all(rows) or not all(0 <= token < wrapped.spec.arch.vocab for row in rows for token in row):
-        raise ConfigError(
-            f"input_ids need rows of token ids from 0 to {wrapped.spec.arch.vocab - 1}, none of them empty."
-        )
+    check_rows(rows, wrapped.spec.arch.vocab, adapter.image_start(wrapped.config, generation_config))
+    check_codes_allowed(processors, layout.codes, input_ids)
     negative = read_negative_rows(processors)
     others = [adapter.unconditional(row, generation_config) for row in rows] if negative is None else negative
     pairs = zip(rows, repeat_rows(others, rows), strict=True)

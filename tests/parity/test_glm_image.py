@@ -48,6 +48,12 @@ def test_prompt_tokens(glm_image: ParityCase) -> None:
         glm_image.model.make_prompt(PROMPT_TEXT, "blue", SIZE)
 
 
+def test_guidance_is_refused(glm_image: ParityCase) -> None:
+    pipe = Pipeline(glm_image.model, drafter="jacobi", tree="none")
+    with pytest.raises(ConfigError, match="needs an unconditional prompt, which this model does not have"):
+        pipe(PROMPT_TEXT, height=64, width=64, guidance_scale=3, output_type="codes")
+
+
 def test_sizes_of_the_processor() -> None:
     """Small grids as the processor of transformers computes them, and the number of generated tokens."""
     expected = {(512, 512): 513, (1024, 1024): 1281, (1152, 768): 1112, (1024, 1152): 1393, (2048, 2048): 4353}

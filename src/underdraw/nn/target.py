@@ -76,7 +76,9 @@ def guidance_rows(prompts: Sequence[Prompt], is_guided: bool) -> list[Prefix]:
         return rows
     for prompt in prompts:
         if prompt.unconditional is None:
-            raise ConfigError("guidance other than 1 needs an unconditional prompt; pass one or use guidance 1.")
+            raise ConfigError(
+                "guidance other than 1 needs an unconditional prompt, which this model does not have; use guidance 1."
+            )
         rows.append(prompt.unconditional)
     return rows
 

@@ -386,6 +386,18 @@ def test_hub_folder(janus: Any) -> None:
     assert janus.generate(input_ids=long, attention_mask=torch.ones_like(long), **options).shape == (1, 16)
 
 
+@pytest.mark.parametrize("family", ["emu3", "glm_image"])
+def test_hub_folder_samples_the_same_tokens(family: str, request: pytest.FixtureRequest) -> None:
+    """With everything that transformers hands over unprepared: negative prompts, allowed tokens, grids."""
+    model, inputs = request.getfixturevalue(family), emu3_inputs() if family == "emu3" else glm_inputs()
+    options: dict[str, Any] = {"do_sample": True, "seed": 4, "tree": "chain:depth=6"}
+    options |= {"image_size": (4, 4)} if family == "emu3" else {}
+    folder = str(Path(__file__).parents[2] / "integrations" / "hub")
+    expected = model.generate(**{**inputs, **options}, custom_generate=custom_generate)
+    drawn = model.generate(**{**inputs, **options}, custom_generate=folder, trust_remote_code=True)
+    assert torch.equal(drawn, expected)
+
+
 def test_model_repository_with_the_hub_folder(tmp_path: Path) -> None:
     """transformers then replaces the model's `generate` by that of the folder."""
     from transformers import JanusForConditionalGeneration

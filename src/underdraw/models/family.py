@@ -161,9 +161,8 @@ class LoadedModel:
 
 def _resolve_size(model: ModelSpec | LoadedModel, name: str, height: int | None, width: int | None) -> ImageSize:
     default = model.sizes[0]
-    by_shape = sorted(model.sizes, key=lambda size: size.height != size.width)  # squares first
     if model.requires_size and (height is None or width is None):
-        squares = ", ".join(str(size) for size in by_shape if size.height == size.width)
+        squares = ", ".join(str(size) for size in model.sizes if size.height == size.width)
         raise ConfigError(
             f"the files of {name} do not say which image size it was trained for; give height and width, for "
             f"example one of {squares}, or write a file {SAVED_CHOICES_FILE} into its folder that says "
@@ -176,7 +175,8 @@ def _resolve_size(model: ModelSpec | LoadedModel, name: str, height: int | None,
     if model.size_range is not None and requested in model.size_range:
         candidates.append(requested)
     if not candidates:
-        names, others = [str(size) for size in by_shape], ""
+        squares_first = sorted(model.sizes, key=lambda size: size.height != size.width)
+        names, others = [str(size) for size in squares_first], ""
         if len(names) > _MAX_LISTED:
             others = f" or one of {len(names) - _MAX_LISTED} more"
         if model.size_range is not None:

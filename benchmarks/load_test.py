@@ -129,6 +129,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "exit_code": server.returncode,
         "slots": options.slots,
         "queue": options.queue,
+        "max_wait": options.max_wait,
         "is_timed": not options.busy,
         "machine": describe_machine(torch.device("cpu")),
     }
@@ -176,7 +177,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5, help="different seeds, each compared with plain decoding")
     parser.add_argument("--slots", type=int, default=8, help="slots of the server")
     parser.add_argument("--queue", type=int, default=32, help="queue of the server")
-    parser.add_argument("--max-wait", type=float, default=2, help="longest wait after a 429, in seconds")
+    parser.add_argument("--max-wait", type=float, default=15, help="longest wait after a 429, in seconds")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--busy", action="store_true", help="the machine has other things to do: times mean nothing")
     parser.add_argument("--record", action="store_true", help="store the result and write the table of the page")

@@ -156,7 +156,7 @@ def test_cells_appear_before_the_picture_is_finished(visit: Visit, model: Path, 
 def test_views_history_and_keyboard(visit: Visit) -> None:
     visit.start_drawing(seed=8)
     visit.wait("() => document.querySelectorAll('#history li').length === 1")
-    visit.page.evaluate("() => document.activeElement.blur()")
+    visit.page.keyboard.press("Escape")  # out of the prompt
     for key, view, words in (("2", "accepted", "kept"), ("3", "depth", "ahead"), ("4", "entropy", "uncertain")):
         visit.page.keyboard.press(key)
         assert visit.page.get_attribute(f"[data-view={view}]", "aria-checked") == "true"

@@ -248,8 +248,13 @@ const VIEWS = ["picture", "accepted", "depth", "entropy"];
 
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "Escape") return running?.abort();
-  if (event.target.matches("textarea, input:not([type=range]), select")) return;
+  const isTyping = event.target.matches("textarea, input:not([type=range]), select");
+  if (event.key === "Escape") {
+    if (running) running.abort();
+    else if (isTyping) event.target.blur(); // the other keys work then
+    return;
+  }
+  if (isTyping) return;
   const actions = {
     r: race,
     p: () => current && replay(),

@@ -56,7 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {options.threads} thread(s)")
-    block = sum_block(torch.float32, 2)
+    block = sum_block(2)
     print(f"products have at least {min_rows()} rows, a multiple of {row_multiple()}; sums have {block} positions")
     for dtype in (torch.float32, torch.bfloat16):
         for inputs, outputs in SHAPES:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from underdraw.cli.app import main
+from underdraw.engine import autotune
+from underdraw.engine.window_costs import WindowCosts
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "underdraw"
@@ -48,8 +50,10 @@ def test_hop_exists(file: str, function: str) -> None:
     assert function in defined_names(PACKAGE / file)
 
 
-def test_walk_is_what_happens(small_model: Path, tmp_path: Path) -> None:
-    """The calls of `underdraw generate` contain the hops in this order."""
+def test_walk_is_what_happens(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of `underdraw generate` contain the hops in this order, where drafts pay."""
+    costs = WindowCosts(((1, 10.0), (8, 10.2), (32, 12.0)), tree=((8, 10.3), (32, 12.1)))
+    monkeypatch.setattr(autotune, "load_or_measure_windows", lambda workload: costs)
     calls: list[tuple[str, str]] = []
     lines = {}  # of a hop's definition: (file, line) -> hop
     for file, function in HOPS:

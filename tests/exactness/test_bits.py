@@ -5,6 +5,7 @@ Also: after a commit the KV cache is contiguous and equals a fresh prefill of th
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ import toy_models
 
 from underdraw.drafters.small_model import SmallModel
 from underdraw.layout import Layout
+from underdraw.models.checkpoint import open_checkpoint
+from underdraw.models.loading import load_model, resolve_placement
 from underdraw.nn import row_invariant
 from underdraw.nn.attention import AttentionMask, attend_cpu, slot_blocks
 from underdraw.nn.cached_decoder import CachedDecoder
@@ -34,7 +37,7 @@ from underdraw.policies.adjacency import Adjacency
 from underdraw.policies.confidence import Confidence
 from underdraw.protocols import Prompt
 from underdraw.registry import policies
-from underdraw.tree import ancestor_mask
+from underdraw.tree import DraftTree, ancestor_mask, chain
 
 ROW_COUNTS = (1, 2, 3, 5, 7, 16, 21, 33, 64, 121, 128)
 
@@ -90,17 +93,18 @@ def test_packed_weights_give_the_bits_of_input_major_ones(inputs: int, outputs: 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 30])
 @pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @torch.no_grad()
-def test_cpu_attention_is_row_invariant(heads: int, rows: int) -> None:
+def test_cpu_attention_is_row_invariant(dtype: torch.dtype, heads: int, rows: int) -> None:
     """Queries of a chain whose nodes have others between them in the cache, against each query alone."""
     generator = torch.Generator().manual_seed(0)
-    width, size = 16, sum_block(torch.float32, heads)
+    width, size = 16, sum_block(heads)
     committed, nodes = 2 * size - 40, MAX_NODES
     length = 2 * size + nodes
-    keys = torch.randn(width, heads, length, generator=generator).movedim(0, 1)
-    values = torch.randn(heads, length, width + 1, generator=generator)
+    keys = torch.randn(width, heads, length, generator=generator).movedim(0, 1).to(dtype)
+    values = torch.randn(heads, length, width + 1, generator=generator).to(dtype)
     values[..., width] = 1
-    queries = torch.randn(1, rows, heads, width, generator=generator)
+    queries = torch.randn(1, rows, heads, width, generator=generator).to(dtype)
     path = torch.randperm(nodes, generator=generator)[:rows].sort().values  # the nodes of the chain
     bias = torch.full((1, rows, length), -torch.inf)
     bias[:, :, :committed] = 0
@@ -209,6 +213,39 @@ def test_bf16_is_exact(policy: str, temperature: float) -> None:
         toy_models.run_decode(of, SmallModel(of), policies.build(policy), **settings)[0],
         toy_models.plain_tokens(of, **settings),
     )
+
+
+@torch.inference_mode()
+def test_bf16_trees_round_as_chains_in_long_sequences() -> None:
+    """The embedded model behind 500 tokens: a path of a random tree, and the same tokens as a chain."""
+    model = load_model(open_checkpoint("tiny"), resolve_placement("cpu", "bfloat16"))
+    layout, generator = model.make_layout(model.sizes[0]), torch.Generator().manual_seed(0)
+    root, choose, codes = layout.start + 480, random.Random(0), (layout.codes.start, layout.codes.stop)
+    session = model.target.open([model.make_prompt("a ghost", None, model.sizes[0])], layout, guidance=2.0)
+    rows = len(session.lengths)
+    steps = torch.arange(layout.start, root).expand(rows, -1)
+    drawn = torch.randint(*codes, (1, 480), generator=generator).expand(rows, -1)
+    embedded = model.target.net.embed(drawn)
+    session.decoder.append(embedded, session.rope_table(steps), torch.tensor([480] * rows), [480] * rows)
+    tokens = torch.randint(*codes, (1, 64), generator=generator)
+
+    def logits(tree: DraftTree) -> torch.Tensor:
+        out = session.forward(tree, torch.tensor([root])).logits
+        session.cache.drop_nodes()
+        return out
+
+    for _ in range(12):
+        parents, depths = [-1], [0]
+        for node in range(1, 64):
+            parents.append(choose.choice([node - 1, node - 1, choose.randrange(node)]))
+            depths.append(depths[parents[-1]] + 1)
+        path = [depths.index(max(depths))]
+        while path[-1]:
+            path.append(parents[path[-1]])
+        shape = torch.tensor([parents])
+        mask = ancestor_mask(shape, max(depths))
+        tree = DraftTree(tokens, shape, torch.tensor([depths]), mask, torch.zeros_like(shape), 8)
+        assert torch.equal(logits(tree)[:, path[::-1]], logits(chain(tokens[:, path[::-1]])))
 
 
 def net() -> Transformer:

@@ -162,7 +162,7 @@ def kernel_info() -> dict[str, str]:
     return {
         "device": "cpu",
         "matrices": f"{blas}, row-invariant: input-major, at least {min_rows()} rows, a multiple of {row_multiple()}",
-        "attention": f"in blocks of {sum_block(torch.float32, 2)} positions, summed in one order for trees and tokens",
+        "attention": f"in blocks of {sum_block(2)} positions, summed in one order for trees and tokens",
         "convolutions": "oneDNN" if torch.backends.mkldnn.is_available() else "torch",
     }
 

@@ -202,6 +202,7 @@ class Family:
     pixel_folders: tuple[str, ...] = ()  # further ones, which only turn codes into pixels
     load_text: Callable[[Checkpoint], object] | None = None  # its text tokenizer, tried before a download
     check_pixels: Callable[[], None] = _need_no_package  # raises if a package that does so is not installed
+    extra: str = "families"  # underdraw's extra with all packages that it needs
 
     @property
     def all_folders(self) -> tuple[str, ...]:

@@ -250,4 +250,5 @@ FAMILY = Family(
     folders=(DECODER_FOLDER,),
     pixel_folders=("text_encoder", "transformer", "vae"),
     check_pixels=check_diffusers,
+    extra="glm-image",
 )

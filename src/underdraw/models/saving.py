@@ -159,7 +159,7 @@ def save_drafter_repository(
     shutil.copytree(path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NOT_UPLOADED))
     call = f'Pipeline.from_pretrained("{base_model or "MODEL"}", drafter="{name}")'
     title = f"# Drafter for {base_model or model.name}\n"
-    _write_card(folder, title, call, tags=["drafter", *_TAGS], base_model=base_model)
+    _write_card(folder, title, call, family=model.family, tags=["drafter", *_TAGS], base_model=base_model)
     return folder
 
 
@@ -182,7 +182,8 @@ def write_model_card(model: LoadedModel, folder: Path, name: str, base_model: st
     if base_model and weights != "full":
         metadata["base_model_relation"] = "quantized"
     tags = [model.family.replace("_", "-"), *([] if weights == "full" else [weights]), *_TAGS]
-    _write_card(folder, text, f'Pipeline.from_pretrained("{name}")', tags=tags, base_model=base_model, **metadata)
+    call = f'Pipeline.from_pretrained("{name}")'
+    _write_card(folder, text, call, family=model.family, tags=tags, base_model=base_model, **metadata)
 
 
 def _hub_name(model: LoadedModel) -> str | None:
@@ -218,7 +219,7 @@ def _describe_companions(model: LoadedModel, folder: Path) -> str:
 
 
 def _write_card(
-    folder: Path, text: str, call: str, *, tags: list[str], base_model: str | None, **metadata: Any
+    folder: Path, text: str, call: str, *, family: str, tags: list[str], base_model: str | None, **metadata: Any
 ) -> None:
     """Write README.md: the hub's metadata, the folder's README or else `text`, and a way to load the repository."""
     from huggingface_hub import ModelCardData
@@ -227,10 +228,11 @@ def _write_card(
     text = read_text(card, "a model card") if card.exists() else text
     if text.startswith("---\n"):
         return
+    extra: str = getattr(families.get(family), "extra", "families") if family in families.names() else "families"
     data = ModelCardData(
         base_model=base_model, library_name="underdraw", pipeline_tag="text-to-image", tags=tags, **metadata
     )
-    use = f"## Use\n\n```py\nfrom underdraw import Pipeline  # pip install 'underdraw[families]'\n\npipe = {call}\n"
+    use = f"## Use\n\n```py\nfrom underdraw import Pipeline  # pip install 'underdraw[{extra}]'\n\npipe = {call}\n"
     use += 'pipe("a red fox", seed=3).images[0].save("fox.png")\n```\n'
     card.write_text(f"---\n{data.to_yaml()}\n---\n\n{text.rstrip()}\n\n{use}", encoding="utf-8")
 

@@ -47,10 +47,10 @@ class AttentionMask:
 
     @classmethod
     def for_cpu(cls, bias: Tensor, blocks: tuple[SlotBlock, ...], heads: int, kv_heads: int) -> AttentionMask:
-        """From a bias (R, N, length): repeated for the M queries of each KV head, padding included."""
+        """From a float32 bias (R, N, length): repeated for the M queries of each KV head, padding included."""
         rows, count, length = bias.shape
         queries = heads // kv_heads * count
-        padded = padded_rows(queries, bias.dtype)
+        padded = padded_rows(queries, torch.float32)
         bias = bias[:, None, None].expand(rows, kv_heads, -(-padded // count), count, length)
         return cls(bias.reshape(rows * kv_heads, -1, length)[:, :padded], blocks)
 
@@ -167,24 +167,26 @@ def _attend_matmul(q: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask)
 
 
 def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -> Tensor:
-    """Row-invariant: q (R, N, H, D), keys (R * G, D, L) and values (R * G, L, D + 1 or more) -> (R, N, H * D)."""
-    rows, nodes, heads, width = q.shape
+    """Row-invariant: q (R, N, H, D), keys (R * G, D, L) and values (R * G, L, D + 1 or more) -> (R, N, H * D).
+
+    In float32 for every dtype: units for 16-bit numbers divide a sum by its length, which differs between passes.
+    """
+    dtype, rows, nodes, heads, width = q.dtype, *q.shape
+    if dtype != torch.float32:
+        q, keys, values = q.float(), keys.float(), values.float()
     count = rows * nodes * heads // len(keys)  # queries of a KV head
     q = q.transpose(1, 2).reshape(-1, count, width) * scalar(width**-0.5)
     padded = mask.bias.shape[1]
     if padded > count:
         q = torch.cat([q] * -(-padded // count), dim=1)[:, :padded]
     weights = torch.baddbmm(mask.bias, q, keys)  # (R * G, M, L)
-    if weights.dtype != torch.float32:
-        weights = weights.float()
     weights = weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-    if weights.dtype != values.dtype:
-        weights = weights.to(values.dtype)
     total = torch.bmm(weights, values) if len(mask.blocks) == 1 else _sum_blocks(weights, values, mask.blocks)
     if padded > count:
         total = total[:, :count]
     out = total.narrow(-1, 0, width) / total.narrow(-1, width, 1)
-    return out.view(rows, heads, nodes, width).transpose(1, 2).reshape(rows, nodes, heads * width)
+    out = out.view(rows, heads, nodes, width).transpose(1, 2).reshape(rows, nodes, heads * width)
+    return out if dtype == torch.float32 else out.to(dtype)
 
 
 def _sum_blocks(weights: Tensor, values: Tensor, blocks: tuple[SlotBlock, ...]) -> Tensor:
@@ -193,7 +195,7 @@ def _sum_blocks(weights: Tensor, values: Tensor, blocks: tuple[SlotBlock, ...]) 
     for block in blocks:
         part = weights.narrow(2, block.start, block.stop - block.start)
         if block.mask is not None:
-            part = part * block.mask.to(part.dtype)
+            part = part * block.mask
         block_sum = torch.bmm(part, values.narrow(1, block.start, block.stop - block.start))
         total = block_sum if total is None else total.add_(block_sum)
     assert total is not None

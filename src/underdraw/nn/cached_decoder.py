@@ -114,12 +114,12 @@ class CachedDecoder:
             cache.length,
             slots,
             constant(always_never, torch.bool, device),
-            constant(seen_masked, cache.keys.dtype, device),
+            constant(seen_masked, torch.float32 if cache.keys.is_cpu else cache.keys.dtype, device),
         )
         if not bias.is_cpu:
             return AttentionMask(bias[:, None])
         depths = self._depths[0]
-        size = sum_block(bias.dtype, arch.num_kv_heads)
+        size = sum_block(arch.num_kv_heads)
         if length > size:
             depths = torch.cat(self._depths, dim=1).clamp_(min=0)
             depths = depths.repeat(len(cache.length) // len(depths), 1)

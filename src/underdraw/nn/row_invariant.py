@@ -59,13 +59,11 @@ def row_multiple() -> int:
     return _probe(torch.get_num_threads()).row_multiple
 
 
-def sum_block(dtype: torch.dtype, kv_heads: int) -> int:
+def sum_block(kv_heads: int) -> int:
     """How many positions attention may sum up at a time without zeros between them changing the bits.
 
     The sums of several KV heads are distributed over threads; that of a single one may be shared by them.
     """
-    if dtype != torch.float32:
-        return _SUM_BLOCKS[0]
     return _probe(torch.get_num_threads()).sum_block if kv_heads > 1 else _SUM_BLOCKS[-1]
 
 

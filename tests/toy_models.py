@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -75,6 +76,17 @@ def block(target: DecoderTarget, seed: int = 2) -> BlockDrafter:
     randomise(net, seed)
     net.body.head = target.net.head
     return BlockDrafter(net.to(target.net.head.weight.device, target.net.head.weight.dtype))
+
+
+def near(target: DecoderTarget, noise: float = 0.3, seed: int = 3) -> SmallModel:
+    """A drafter that is often right and often wrong, on any processor: the target with noise on its weights."""
+    net = copy.deepcopy(target.net)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(net.named_parameters()):
+            if parameter.ndim > 1:
+                parameter += torch.randn(parameter.shape, generator=generator) * parameter.std() * noise
+    return SmallModel(replace(target, net=net))
 
 
 @dataclass(frozen=True)

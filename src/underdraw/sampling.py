@@ -352,10 +352,10 @@ def top_p_filter(values: Tensor, top_p: float | Tensor) -> Tensor:
     """
     descending = torch.ops.underdraw.sort_descending(values)
     parts = descending.softmax(-1).double().mul_(_PROBABILITY_PARTS).long()
-    if isinstance(top_p, Tensor):
-        most: int | Tensor = top_p.double().clamp(max=2.0).mul_(_PROBABILITY_PARTS).long()
+    if isinstance(top_p, Tensor):  # of float64: as a float32, 0.7 would cut other values than the number does
+        most: int | Tensor = (top_p.clamp(max=2.0) * _PROBABILITY_PARTS).long().clamp_(min=1)
     else:
-        most = int(top_p * _PROBABILITY_PARTS)
+        most = max(int(top_p * _PROBABILITY_PARTS), 1)  # the most probable value always stays
     is_cut = parts.cumsum(-1) - parts >= most
     least = descending.masked_fill(is_cut, torch.inf).amin(-1, keepdim=True)
     return values.masked_fill(values < least, -torch.inf)

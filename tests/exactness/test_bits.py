@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from underdraw.layout import Layout
 from underdraw.models.checkpoint import open_checkpoint
 from underdraw.models.loading import load_model, resolve_placement
 from underdraw.nn import row_invariant
-from underdraw.nn.attention import AttentionMask, attend_cpu, slot_blocks
+from underdraw.nn.attention import AttentionMask, attend_cpu, slot_blocks, value_columns
 from underdraw.nn.cached_decoder import CachedDecoder
 from underdraw.nn.rope import Rope
 from underdraw.nn.row_invariant import (
     Linear,
     PackedLinear,
     RowInvariance,
+    linear,
     pack_weights,
     padded_rows,
     sum_block,
@@ -52,7 +54,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("inputs", "outputs"), [(32, 128), (512, 1536), (512, 4096), (688, 256), (1408, 512)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(32, 128), (512, 1536), (512, 4096), (688, 256), (770, 36), (1408, 512)]
+)
 def test_linear_is_row_invariant(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and torch.get_num_threads() > 2:
         pytest.skip("without bf16 instructions, bf16 GEMMs on more threads are not row-invariant")
@@ -69,7 +73,9 @@ def test_linear_is_row_invariant(inputs: int, outputs: int, dtype: torch.dtype) 
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("inputs", "outputs"), [(32, 128), (512, 1536), (512, 2816), (688, 256), (1408, 512)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(32, 128), (512, 1536), (512, 2816), (688, 256), (770, 64), (1408, 512)]
+)
 @torch.no_grad()
 def test_packed_weights_give_the_bits_of_input_major_ones(inputs: int, outputs: int) -> None:
     """For any number of rows; the state dict holds the matrix unpacked."""
@@ -90,6 +96,19 @@ def test_packed_weights_give_the_bits_of_input_major_ones(inputs: int, outputs: 
     assert packed.weight.shape == (outputs, inputs)
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (64, 16), (512, 2)])
+@torch.no_grad()
+def test_small_matrices_of_16_bits_are_row_invariant(inputs: int, outputs: int) -> None:
+    """Torch multiplies few of their rows by kernels of its own and many by oneDNN."""
+    for seed in (7, 14, 24):
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(outputs, inputs, generator=generator).bfloat16().t().contiguous().t()
+        x = torch.randn(2000, inputs, generator=generator).bfloat16()
+        all_rows = linear(x, weight)
+        assert torch.equal(torch.cat([linear(row, weight) for row in x.split(1)]), all_rows)
+        assert torch.allclose(all_rows.double(), x.double() @ weight.double().t(), rtol=0.01, atol=0.05)
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 30])
 @pytest.mark.parametrize("heads", [1, 2, 8])
@@ -102,7 +121,7 @@ def test_cpu_attention_is_row_invariant(dtype: torch.dtype, heads: int, rows: in
     committed, nodes = 2 * size - 40, MAX_NODES
     length = 2 * size + nodes
     keys = torch.randn(width, heads, length, generator=generator).movedim(0, 1).to(dtype)
-    values = torch.randn(heads, length, width + 1, generator=generator).to(dtype)
+    values = torch.randn(heads, length, value_columns(width), generator=generator).to(dtype)
     values[..., width] = 1
     queries = torch.randn(1, rows, heads, width, generator=generator).to(dtype)
     path = torch.randperm(nodes, generator=generator)[:rows].sort().values  # the nodes of the chain
@@ -117,21 +136,29 @@ def test_cpu_attention_is_row_invariant(dtype: torch.dtype, heads: int, rows: in
     chain_slots = torch.cat([torch.arange(committed), committed + path])
     for row in range(rows):
         end = committed + row + 1
-        slots = chain_slots[:end]
-        blocks = slot_blocks(torch.tensor([end - 1]), depths[:, :1], 0, end - 1, end, heads, size)
-        mask = AttentionMask.for_cpu(torch.zeros(1, 1, end), blocks, heads, heads)
+        used = -(-end // 64) * 64  # slots, as `KVCache.reserve` rounds them up
+        slots = torch.cat([chain_slots[:end], torch.arange(used - end)])
+        blocks = slot_blocks(torch.tensor([end - 1]), depths[:, :1], 0, end - 1, used, heads, size)
+        bias = torch.zeros(1, 1, used).index_fill_(2, torch.arange(end, used), -torch.inf)
+        mask = AttentionMask.for_cpu(bias, blocks, heads, heads)
         alone = attend_cpu(queries[:, row : row + 1], keys[:, :, slots], values[:, slots], mask)
         assert torch.equal(alone[0, 0], together[0, row])
 
 
-RULES = (RowInvariance(2, 1, 256), RowInvariance(4, 4, 64), RowInvariance(16, 16, 64))
+RULES = (
+    RowInvariance(2, 1, 256),
+    RowInvariance(4, 4, 64),
+    RowInvariance(16, 16, 64),
+    RowInvariance(4, 4, 64, max_rows=4, column_multiple=16),  # Intel's processors without AVX-512
+)
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_stricter_rules_draw_the_same_images(rules: RowInvariance, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows and shorter blocks than this processor needs."""
     probed = row_invariant._probe(torch.get_num_threads())
-    if rules[:2] < probed[:2] or rules.sum_block > probed.sum_block:
+    is_laxer = rules[:2] < probed[:2] or rules.sum_block > probed.sum_block
+    if is_laxer or rules.max_rows < probed.max_rows or rules.column_multiple < probed.column_multiple:
         pytest.skip(f"this processor needs {probed}")
     monkeypatch.setattr(row_invariant, "_probe", lambda threads: rules)
     assert padded_rows(1, torch.float32) == rules.min_rows
@@ -153,6 +180,10 @@ ARCHES = {
         rope=Rope((0, 2, 2), pairing="interleaved", rotate_prompt=False)
     ),
     "three-axes": toy_models.arch(rope=Rope((2, 1, 1))),
+    "m-rope": toy_models.arch(rope=Rope((2, 1, 1), mrope=True), kv_heads=1),
+    "partly-rotated-with-biases": toy_models.arch(rope=Rope((3, 0, 0), unrotated=1), qkv_bias=True),
+    "sandwich-norm": toy_models.arch(norm="sandwich", final_norm="none"),
+    "head-with-hidden-layer": toy_models.arch(norm="pre_skip_first", head_hidden=40),
 }
 
 
@@ -166,6 +197,22 @@ def test_every_architecture_is_exact(name: str) -> None:
         assert torch.equal(
             toy_models.run_decode(of, drafter, Confidence(depth=4, top_k=4, nodes=30), **settings)[0], expected
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("codes", "head_dim", "ffn"), [(2, 10, 33), (33, 20, 50), (100, 12, 769), (576, 6, 100)])
+def test_odd_sizes_are_exact(codes: int, head_dim: int, ffn: int, dtype: torch.dtype) -> None:
+    """Numbers of codes and widths that vector instructions do not divide."""
+    ids = range(4, 4 + codes)
+    sizes = {"head_dim": head_dim, "rope": Rope.one_axis(head_dim), "ffn": ffn, "vocab": max(40, 8 + codes)}
+    architecture = replace(toy_models.arch(), **sizes, outputs=ids)
+    of = DecoderTarget(toy_models.target(6, architecture, dtype=dtype).net, image_offset=70)
+    settings: dict[str, Any] = {"layout": Layout(4, 5, ids), "guidance": 1.5, "top_k": 20, "top_p": 0.9}
+    together = toy_models.run_decode(
+        of, SmallModel(of), Confidence(depth=4, top_k=4, nodes=30), seeds=(1, 2), **settings
+    )
+    for index, seed in enumerate((1, 2)):
+        assert torch.equal(toy_models.plain_tokens(of, seeds=(seed,), first=index, **settings)[0], together[0][index])
 
 
 @pytest.mark.usefixtures("threads")

@@ -21,6 +21,7 @@ from underdraw.engine.compile import compiled_layer_functions
 from underdraw.engine.cuda_graphs import EagerPass, GraphCache
 from underdraw.errors import ConfigError
 from underdraw.nn.layer_functions import EAGER
+from underdraw.nn.row_invariant import max_rows
 from underdraw.nn.transformer import DecoderLayer
 from underdraw.plan import BUCKET_SIZES, MAX_NODES, TreePlan, bucket_size
 from underdraw.protocols import Prompt
@@ -157,6 +158,8 @@ def test_tape_behaves_like_a_cuda_graph() -> None:
 
 def test_layer_functions_are_compiled_once_for_all_layers() -> None:
     """Layers share the compiled code, and so do all numbers of nodes above one."""
+    if max_rows():
+        pytest.skip("on this processor a product of many rows is several, which are compiled for their number")
     torch._dynamo.reset()
     compiled_layer_functions("eager")  # marks functions as constant for the compiler
     counter = torch._dynamo.testing.CompileCounter()

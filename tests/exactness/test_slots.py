@@ -94,6 +94,16 @@ def test_sizes_share_passes(
     slot_checks.check_sizes(parts, layout, random.Random(len(drafter + policy + layout)))
 
 
+@pytest.mark.parametrize(("drafter", "captured"), [("eagle-above", True), ("jacobi", False), ("jacobi-tree", True)])
+def test_previews_of_images(drafter: str, captured: bool, make_cache: Callable[[], GraphCache]) -> None:
+    """A smaller grid of codes is drawn before the image."""
+    parts = slot_checks.make_parts(
+        toy_models.target(), drafter, "chain:depth=4", graphs=make_cache() if captured else None
+    )
+    layout = replace(toy_models.PLAIN, prologue=(1,), preview=(2, 3))
+    slot_checks.check_arrivals(parts, layout, random.Random(len(drafter)), guided=captured)
+
+
 def test_captured_passes_stay_captured(make_cache: Callable[[], GraphCache]) -> None:
     """Later images replay the passes of earlier ones, in the same memory, whatever their settings are."""
     cache = make_cache()

@@ -48,9 +48,15 @@ def test_size_of_its_files() -> None:
     assert 30_000_000 < sum(path.stat().st_size for path in files) <= 48_000_000
 
 
-@pytest.mark.parametrize(("drafter", "tree"), [("auto", "auto"), ("drafter-eagle", "adjacency")])
+@pytest.mark.parametrize(("drafter", "tree"), [("auto", "budget"), ("drafter-eagle", "adjacency")])
 def test_speculation_gives_the_same_tokens_in_fewer_passes(drafter: str, tree: str) -> None:
     pipe = Pipeline.from_pretrained(drafter=drafter, tree=tree)
     fast, plain = first_tokens(pipe, PASSES), first_tokens(pipe.plain(), PASSES)
     assert len(plain) == PASSES + 1 and fast[: len(plain)] == plain
     assert len(fast) > 2 * len(plain)
+
+
+def test_auto_tree_gives_the_same_tokens(tiny: Pipeline) -> None:
+    """How many passes it takes depends on what was measured: on a busy machine it may draft nothing."""
+    fast, plain = first_tokens(tiny, PASSES), first_tokens(tiny.plain(), PASSES)
+    assert tiny.tree_name == "auto" and fast[: len(plain)] == plain

@@ -91,8 +91,8 @@ def cell_colour(sheet: np.ndarray, panel: int, row: int, col: int, side: int) ->
 
 
 def test_colours_match_the_history(pipe: Pipeline) -> None:
-    pipe.tree = "adjacency:init=both,nodes=16"
-    history = pipe("fox", seed=1, top_p=1.0, token_stats="keep").history
+    pipe.drafter, pipe.tree = toy_models.near(pipe.model.target), "adjacency:init=both,nodes=16"
+    history = pipe("fox", seed=1, token_stats="keep").history
     assert history.accepted.max() > 0
     sheet = np.asarray(heatmap(history))
     side = history.layout.width

@@ -8,7 +8,7 @@ from typing import Any
 
 from underdraw.nn.attention import triton_available
 from underdraw.nn.layer_functions import EAGER, LayerFunctions, layer_to_qkv
-from underdraw.nn.row_invariant import divides_half_precision, max_inner_size, min_rows, row_multiple
+from underdraw.nn.row_invariant import divides_half_precision, max_inner_size, max_rows, min_rows, row_multiple
 from underdraw.nn.transformer import DecoderLayer
 
 _RECOMPILE_LIMIT = 64  # shapes of one function before torch gives up compiling it
@@ -24,7 +24,7 @@ def compiled_layer_functions(backend: str = "inductor", *, tuned: bool = False) 
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     # Not as decorators where these are defined: importing torch's compiler takes a second.
-    for constant in (divides_half_precision, max_inner_size, min_rows, row_multiple):
+    for constant in (divides_half_precision, max_inner_size, max_rows, min_rows, row_multiple):
         torch.compiler.assume_constant_result(constant)
     mode = "max-autotune-no-cudagraphs" if tuned else None
 

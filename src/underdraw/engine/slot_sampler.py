@@ -42,7 +42,8 @@ class SlotSampler(Sampler):
         inverse = [1 / (p.temperature or 1.0) for p in params]
         self._scale = torch.tensor(inverse, dtype=torch.float32, device=device)[:, None, None]
         self._top_k = torch.tensor([k or codes for k in self.host_top_k], device=device)
-        self._top_p = torch.tensor([p or torch.inf for p in self.host_top_p], device=device)[:, None, None]
+        top_p = [p or torch.inf for p in self.host_top_p]
+        self._top_p = torch.tensor(top_p, dtype=torch.float64, device=device)[:, None, None]
         self._has_kernel = has_topk_kernel(codes, torch.device(device))
 
     def precompute_noise(self, seeds: Tensor, streams: Sequence[NoiseStream] = ("target",)) -> None:

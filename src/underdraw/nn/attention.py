@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from underdraw.constants import scalar
-from underdraw.nn.row_invariant import padded_rows
+from underdraw.nn.row_invariant import batched_product, column_multiple, padded_rows
 
 AttentionBackend = Literal["sdpa", "matmul", "tree", "auto"]
 """GPU attention: torch's fused kernel, two matmuls and a softmax, `kernels.tree_attention`, or the fastest of them."""
@@ -130,14 +130,20 @@ def allocate_cache(shape: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
 
     On a CPU the slots of keys are contiguous in memory, so that the BLAS multiplies any number of queries alike and a
     few of them faster. Values have one more column, of ones, that sums up to the softmax normaliser, and are padded
-    with zero columns to `_MIN_VALUE_COLUMNS`.
+    with zero columns.
     """
     layers, *row_shape, width = shape
     if like.device.type != "cpu":
         return like.new_zeros(shape), like.new_zeros(shape)
-    values = like.new_zeros(*shape[:-1], max(width + 1, _MIN_VALUE_COLUMNS))
+    values = like.new_zeros(*shape[:-1], value_columns(width))
     values[..., width] = 1
     return like.new_zeros(layers, width, *row_shape).movedim(1, -1), values
+
+
+def value_columns(width: int) -> int:
+    """The columns of cached values on a CPU for heads of a width: also the ones, and zeros."""
+    multiple = column_multiple()
+    return max(-(-(width + 1) // multiple) * multiple, _MIN_VALUE_COLUMNS)
 
 
 def attend(
@@ -179,9 +185,9 @@ def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -> 
     padded = mask.bias.shape[1]
     if padded > count:
         q = torch.cat([q] * -(-padded // count), dim=1)[:, :padded]
-    weights = torch.baddbmm(mask.bias, q, keys)  # (R * G, M, L)
+    weights = batched_product(q, keys, mask.bias)  # (R * G, M, L)
     weights = weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-    total = torch.bmm(weights, values) if len(mask.blocks) == 1 else _sum_blocks(weights, values, mask.blocks)
+    total = batched_product(weights, values) if len(mask.blocks) == 1 else _sum_blocks(weights, values, mask.blocks)
     if padded > count:
         total = total[:, :count]
     out = total.narrow(-1, 0, width) / total.narrow(-1, width, 1)
@@ -196,7 +202,7 @@ def _sum_blocks(weights: Tensor, values: Tensor, blocks: tuple[SlotBlock, ...]) 
         part = weights.narrow(2, block.start, block.stop - block.start)
         if block.mask is not None:
             part = part * block.mask
-        block_sum = torch.bmm(part, values.narrow(1, block.start, block.stop - block.start))
+        block_sum = batched_product(part, values.narrow(1, block.start, block.stop - block.start))
         total = block_sum if total is None else total.add_(block_sum)
     assert total is not None
     return total

@@ -28,8 +28,8 @@ from slow_policies import SlowChain
 from underdraw import Pipeline
 from underdraw.engine.scheduler import Scheduler
 from underdraw.sampling import NoiseWindow
-from underdraw.serving import pictures
-from underdraw.serving.engine_thread import EngineThread, Event, Pass
+from underdraw.serving import engine_thread, pictures
+from underdraw.serving.engine_thread import EngineThread, Event, PartialPicture, Pass
 from underdraw.serving.errors import ApiError
 from underdraw.tree import AcceptedPath, DraftTree
 from underdraw.verifiers.exact import Exact
@@ -117,6 +117,37 @@ def test_cancelled_race_frees_the_slots_of_both_trees(served_model: Path) -> Non
             engine._step(entry)
         assert engine.running == engine.waiting == 0 and engine.is_idle
         assert not any(entry.scheduler.has_work for entry in entries)
+
+
+def test_both_pictures_of_a_race_get_previews(served_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineThread(Pipeline.from_pretrained(served_model, drafter="jacobi", tree="none"), slots=2, queue=0)
+    monkeypatch.setattr(engine_thread, "PREVIEW_SECONDS", 1000.0)
+    shown: list[Event] = []
+    engine.on_event = lambda event: shown.append(event) if isinstance(event, PartialPicture) else None
+    trees = ("none", "auto")
+    jobs = [engine.submit(engine.pipe.request(PROMPT), id=tree, tree=tree, live=True) for tree in trees]
+    for _ in range(3):
+        for tree in trees:
+            engine._step(engine._scheduler(tree))
+    assert [event.image for event in shown] == [job.images[0] for job in jobs]
+
+
+def test_drain_finishes_requests_that_have_begun(served_model: Path) -> None:
+    """All pictures of a request are finished if one of them has a slot; requests that only waited are refused."""
+    engine = EngineThread(Pipeline.from_pretrained(served_model, drafter="jacobi", tree="none"), slots=2, queue=8)
+    request = engine.pipe.request(PROMPT, num_images_per_prompt=3)
+    begun, waiting = [engine.submit(request, id=name) for name in ("begun", "waiting")]
+    entry = engine._scheduler("auto")
+    engine._step(entry)
+    assert [image.status for image in begun.images] == ["running", "running", "waiting"]
+    engine.drain()
+    while not engine.is_idle:
+        engine._step(entry)
+    assert {image.status for image in begun.images} == {"finished"}
+    assert {image.status for image in waiting.images} == {"cancelled"}
+    with pytest.raises(ApiError) as caught:
+        engine.submit(request, id="new")
+    assert caught.value.status_code == 503 and caught.value.code == "shutting_down"
 
 
 def test_cancelled_images_do_not_fill_the_queue(served_model: Path) -> None:
@@ -336,6 +367,7 @@ def test_malformed_requests(server: RunningServer, pipe: Pipeline) -> None:
         for path in ("/nothing", "/page/../app.py", "/page/%2e%2e%2fapp.py", "/docs", "/openapi.json"):
             assert_refused(client.get(path))
         assert client.get(GENERATE).status_code == 405
+        assert client.get(GENERATE).json()["error"]["code"] == "method_not_allowed"
     assert server.engine.is_idle
     assert_drawn(post(server, seed=9), pipe, 9)
 

@@ -43,6 +43,10 @@ def test_api_key(served_model: Path) -> None:
             assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
             assert answer.headers["WWW-Authenticate"] == "Bearer"
         assert httpx.get(f"{running.url}/metrics").status_code == 401
+        assert httpx.get(f"{running.url}/v1/nothing").status_code == 401
+        counts = httpx.get(f"{running.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+        assert 'requests_total{route="/v1/images/generations",status="401"} 4.0' in counts
+        assert 'requests_total{route="other",status="401"} 1.0' in counts
         assert httpx.post(f"{running.url}/draw", json={"prompt": PROMPT}).status_code == 401
         assert httpx.get(f"{running.url}/health/ready").status_code == 200
         assert httpx.get(running.url).status_code == 200  # the page asks for the key

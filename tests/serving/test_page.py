@@ -157,7 +157,7 @@ def test_views_history_and_keyboard(visit: Visit) -> None:
     visit.start_drawing(seed=8)
     visit.wait("() => document.querySelectorAll('#history li').length === 1")
     visit.page.keyboard.press("Escape")  # out of the prompt
-    for key, view, words in (("2", "accepted", "kept"), ("3", "depth", "ahead"), ("4", "entropy", "uncertain")):
+    for key, view, words in (("2", "accepted", "Bright"), ("3", "depth", "ahead"), ("4", "entropy", "uncertain")):
         visit.page.keyboard.press(key)
         assert visit.page.get_attribute(f"[data-view={view}]", "aria-checked") == "true"
         assert words in visit.text("#legend-text") and float(visit.text("#legend-high")) > 0
@@ -256,6 +256,46 @@ def test_focus_stays_on_a_button(visit: Visit) -> None:
     assert visit.page.evaluate(focused) == "draw"
     visit.page.keyboard.press("Escape")
     visit.wait("() => document.querySelector('#status').textContent === 'Cancelled.'")
+
+
+def test_tab_order_names_and_words_for_screen_readers(visit: Visit) -> None:
+    """The tab order is that of the columns; every control has a name without its shortcut or value."""
+    order = ["draw", "race", "picture", "reset", "temperature", "guidance", "tree", "seed-number", "dice", "seed"]
+    visit.page.focus("#suggestions button:last-child")
+    focused = "() => document.activeElement.id || document.activeElement.dataset.view"
+    for name in order:
+        visit.page.keyboard.press("Tab")
+        assert visit.page.evaluate(focused) == name
+    names = {"slider": ("Temperature", "Guidance", "Guesses per pass", "Seed"), "button": ("Draw", "Download PNG")}
+    for role, texts in (names | {"textbox": ("Prompt",), "radio": ("Entropy",)}).items():
+        for text in texts:
+            assert visit.page.get_by_role(role, name=text, exact=True).count() == 1, text  # type: ignore[arg-type]
+    assert visit.page.get_attribute("#seed", "aria-valuetext") == "random"
+    visit.start_drawing(seed=4)
+    visit.wait("() => document.querySelectorAll('#history li').length === 1")
+    assert visit.text("#status") == "Finished."
+    assert visit.page.get_attribute("#sheet-a canvas", "aria-label") == f"The finished picture: {PROMPT}"
+    assert visit.page.get_attribute("#history button", "aria-current") == "true"
+    visit.page.focus("[data-view=picture]")
+    visit.page.keyboard.press("ArrowDown")
+    assert visit.page.evaluate(focused) == "accepted"
+    assert "as a map" in str(visit.page.get_attribute("#sheet-a canvas", "aria-label"))
+
+
+def test_seed_that_is_no_number_is_pointed_at(visit: Visit) -> None:
+    visit.start_drawing(seed=-5)
+    assert visit.page.evaluate("() => document.activeElement.id") == "seed-number"
+    assert visit.text("#status") == "" and not visit.page.is_visible("#cancel")
+
+
+def test_page_that_could_not_reach_the_server_tries_again(browser: Browser, server: RunningServer) -> None:
+    with open_page(browser, server.url) as visit:
+        visit.page.route("**/info", lambda route: route.abort())
+        visit.page.reload()
+        visit.wait("() => document.querySelector('#status').textContent.includes('cannot be reached')")
+        visit.page.unroute("**/info")
+        visit.start_drawing()
+        visit.wait("() => document.querySelectorAll('#history li').length === 1")
 
 
 def test_busy_server_says_so(browser: Browser, server: RunningServer) -> None:

@@ -86,6 +86,7 @@ class Job:
     live: bool = False  # send every pass, and previews as often as time allows
     images: list[ScheduledImage] = field(default_factory=list)
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    preview_after: float = 0.0  # time of the next preview, so that both pictures of a race get theirs
     preview_is_read: bool = True  # set by the reader: a slow reader gets fewer previews, not a backlog
     is_cancelled: bool = False
     prompt_tokens: int = 0  # counted when the first image is finished
@@ -128,7 +129,6 @@ class EngineThread:
         self._lock = threading.Condition()
         self._is_draining = self._is_stopped = False
         self._has_partials = not isinstance(pipe.model.image_tokenizer, PromptedImageTokenizer)  # needs all codes
-        self._preview_after = 0.0
         self._image_seconds = 1.0  # moving average of the time in a slot
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="underdraw-engine", daemon=True)
@@ -211,12 +211,12 @@ class EngineThread:
             self._lock.notify_all()
 
     def drain(self) -> None:
-        """Refuse new requests and those that wait; images in slots are finished."""
+        """Refuse new requests and those that have only waited; those with an image in a slot are finished."""
         with self._lock:
             self._is_draining = True
-            for image, job in self._jobs.items():
-                if image.status == "waiting":
-                    job.scheduler.cancel([image])
+            for job in set(self._jobs.values()):
+                if all(image.started_at is None for image in job.images):
+                    job.scheduler.cancel(job.images)
             self._lock.notify_all()
 
     def cancel_all(self) -> None:
@@ -299,7 +299,7 @@ class EngineThread:
     def _send_partial(self, image: ScheduledImage) -> None:
         """Decode a partial picture if the job wants one now."""
         job = self._jobs[image]
-        is_preview = job.live and job.preview_is_read and time.perf_counter() >= self._preview_after
+        is_preview = job.live and job.preview_is_read and time.perf_counter() >= job.preview_after
         is_due = is_preview or (job.partial_images > 0 and job.partial_is_due(image))
         if not (is_due and self._has_partials):
             return
@@ -311,7 +311,9 @@ class EngineThread:
             log.exception("request %s: a partial picture could not be decoded", job.id)
             return
         job.preview_is_read = False
-        self._preview_after = started + max(PREVIEW_SECONDS, (time.perf_counter() - started) / PREVIEW_SHARE)
+        previewed = sum(other.live for other in list(self._jobs.values()))  # they share the time for previews
+        seconds = (time.perf_counter() - started) * max(1, previewed)
+        job.preview_after = started + max(PREVIEW_SECONDS, seconds / PREVIEW_SHARE)
         self._send(job, PartialPicture(image, picture, int((history.grid("tokens") >= 0).sum())))
 
     def _end(self, image: ScheduledImage) -> None:

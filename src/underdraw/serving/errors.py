@@ -99,8 +99,12 @@ def add_handlers(app: FastAPI) -> None:
             return error.response()
         if error.status_code == 400:  # FastAPI could not parse the body: not UTF-8, or nested too deeply
             return ApiError(400, "the body is not valid JSON.", code="invalid_json").response()
-        message = {404: "there is nothing at this address.", 405: "this address takes another method."}
-        answer = ApiError(error.status_code, message.get(error.status_code, "the request was refused."))
+        unknown = ("the request was refused.", None)
+        message, code = {
+            404: ("there is nothing at this address.", "unknown_url"),
+            405: ("this address takes another method.", "method_not_allowed"),
+        }.get(error.status_code, unknown)
+        answer = ApiError(error.status_code, message, code=code)
         answer.headers = error.headers
         return answer.response()
 

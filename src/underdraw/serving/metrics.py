@@ -29,7 +29,7 @@ class Metrics:
         self.request_seconds = histogram("request_seconds", text, SECONDS, ("route",))
         self.images = counter("images", "Images that left the server or failed.", ("status",))
         self.partial_images = counter("partial_images", "Partial images decoded.")
-        self.tokens = counter("tokens", "Image tokens committed.")
+        self.tokens = counter("tokens", "Image tokens committed by passes.")
         self.passes = counter("passes", "Target passes, counted once per image.")
         self.tokens_per_pass = histogram("tokens_per_pass", "Tokens committed by a pass of an image.", TOKENS)
         self.queue_seconds = histogram("queue_seconds", "Time an image waited for a slot.", SECONDS)

@@ -20,6 +20,8 @@ from underdraw.serving.settings import ServerSettings
 log = logging.getLogger(__name__)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 GUARDED = ("/v1/", "/draw", "/metrics")  # routes that need the API key; the page and /health do not
+ROUTES = frozenset({"/", "/info", "/draw", "/metrics", "/health", "/health/live", "/health/ready", "/v1/models"})
+ROUTES |= {"/v1/images/generations"}  # named in logs and metrics also where a request is refused before it is routed
 PROBES = ("/health", "/metrics")  # asked for every few seconds; logged only where they fail
 SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -108,7 +110,9 @@ class RequestMiddleware:
         return limited
 
     def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "other")  # not the path: clients could invent millions
+        # Not any path: clients could invent millions.
+        unrouted: str = scope["path"] if scope["path"] in ROUTES else "other"
+        route = getattr(scope.get("route"), "path", unrouted)
         self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.request_seconds.labels(route).observe(seconds)
         details = scope["state"].get("log", "")

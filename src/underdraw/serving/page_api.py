@@ -44,7 +44,7 @@ async def page_file_route(name: str) -> Response:
 def page_file(name: str) -> Response:
     """A file of the page; the names are a fixed list, so no path is ever built from a request."""
     if name not in FILES:
-        raise ApiError(404, "there is nothing at this address.")
+        raise ApiError(404, "there is nothing at this address.", code="unknown_url")
     return FileResponse(FILES[name], media_type=TYPES[FILES[name].suffix], headers={"Cache-Control": "no-cache"})
 
 

@@ -24,7 +24,7 @@ FLUSH_SECONDS = 5.0  # that answers may take to leave after the last image
 
 
 class DrainingServer(uvicorn.Server):
-    """The first signal drains: images in slots are finished, other requests are refused. The second ends at once."""
+    """The first signal drains: requests with an image in a slot are finished, others refused. The second cancels."""
 
     def __init__(self, config: uvicorn.Config, engine: EngineThread, on_ready: Callable[[int], None]) -> None:
         super().__init__(config)

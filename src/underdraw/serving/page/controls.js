@@ -54,8 +54,8 @@ export class Controls {
     this.seedIsRandom = true;
     element("seed-number").value = "";
     element("seed-number").placeholder = "random";
-    element("dice").setAttribute("aria-pressed", "true");
     element("seed").value = 0;
+    this.markSeed();
   }
 
   pinSeed(value) {
@@ -63,7 +63,13 @@ export class Controls {
     this.seedIsRandom = false;
     element("seed-number").value = value;
     element("seed").value = Math.min(99, value);
-    element("dice").setAttribute("aria-pressed", "false");
+    this.markSeed();
+  }
+
+  markSeed() {
+    element("dice").setAttribute("aria-pressed", this.seedIsRandom);
+    element("seed").classList.toggle("random", this.seedIsRandom);
+    element("seed").setAttribute("aria-valuetext", this.seedIsRandom ? "random" : element("seed-number").value);
   }
 
   label(id) {

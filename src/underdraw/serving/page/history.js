@@ -33,13 +33,17 @@ export class History {
   }
 
   mark(picture) {
-    for (const other of this.pictures) other.item.classList.toggle("current", other === picture);
+    for (const other of this.pictures) {
+      other.item.classList.toggle("current", other === picture);
+      other.item.firstChild.setAttribute("aria-current", other === picture);
+    }
   }
 }
 
 function describe({ body, result }) {
-  const tree = body.tree === "auto" ? "" : body.tree === "none" ? ", plain" : `, ${body.tree.split("=")[1]} guesses`;
-  return `seed ${body.seed}, T ${body.temperature}, guidance ${body.guidance_scale}${tree}, ${result.passes} passes`;
+  const tree = { auto: [], none: ["plain"] }[body.tree] ?? [`${body.tree.split("=")[1]} guesses`];
+  const parts = [`seed ${body.seed}`, `T ${body.temperature}`, `guidance ${body.guidance_scale}`, ...tree, `${result.passes} passes`];
+  return parts.map((part) => part.replaceAll(" ", "\u00a0")).join(", "); // lines break between parts only
 }
 
 /** Saves the PNG as the server sent it, with prompt, seed and settings in its metadata. */

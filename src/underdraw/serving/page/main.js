@@ -70,8 +70,9 @@ function updateReadout() {
 }
 
 function arrange(isRace, { rows, columns } = {}) {
-  element("sheets").classList.toggle("race", isRace);
-  element("sheet-b").hidden = !isRace;
+  element("stage").classList.toggle("race", isRace);
+  element("sheet-b").hidden = element("passes-lane").hidden = !isRace;
+  element("sheet-a").setAttribute("aria-label", isRace ? "Plain decoding" : "Sheet");
   element("verdict").hidden = true;
   shown = isRace ? 1 : 0;
   for (const sheet of sheets) sheet.clear(rows ?? sheet.rows, columns ?? sheet.columns);
@@ -106,7 +107,7 @@ async function drawOn(sheet, body, signal) {
   };
   await postEvents("/draw", body, { key: sessionStorage.getItem("key"), signal, onEvent });
   const image = await loadImage("png", result.image);
-  sheet.finish(image, result.maps);
+  sheet.finish(image, result.maps, body.prompt);
   const { rows, columns, passes } = sheet;
   return { body, result, image, rows, columns, passes };
 }
@@ -127,13 +128,14 @@ function sayProgress(ahead) {
 
 /** Runs something that can be cancelled or refused, and then `onFailure`. */
 async function attempt(action, onFailure = abandon) {
-  if (running || !controls) return;
+  if (running) return;
   const controller = new AbortController();
   setRunning(controller);
   say("Asking the server.");
   try {
+    if (!controls) await connect();
     await action(controller.signal);
-    if (element("status").dataset.tone !== "note") say("");
+    if (element("status").dataset.tone !== "note") say("Finished.");
   } catch (error) {
     onFailure();
     if (error.name === "AbortError") say("Cancelled.");
@@ -159,7 +161,10 @@ function refuse(error) {
   }
 }
 
+const isValid = () => element("controls").reportValidity();
+
 const draw = () =>
+  isValid() &&
   attempt(async (signal) => {
     const body = controls.body();
     arrange(false);
@@ -169,6 +174,7 @@ const draw = () =>
   });
 
 const race = () =>
+  isValid() &&
   attempt(async (signal) => {
     const body = controls.body();
     const tree = body.tree === "none" ? "auto" : body.tree;
@@ -224,13 +230,13 @@ function show(picture) {
   arrange(false, picture);
   const [sheet] = sheets;
   for (const pass of picture.passes) sheet.addPass(pass);
-  sheet.finish(picture.image, picture.result.maps);
+  sheet.finish(picture.image, picture.result.maps, picture.body.prompt);
   updateReadout();
 }
 
 const replay = () =>
   attempt(async (signal) => {
-    const { passes, image, result } = current;
+    const { passes, image, result, body } = current;
     arrange(false, current);
     say("Replaying the passes at their own speed.");
     for (const pass of passes) {
@@ -239,7 +245,7 @@ const replay = () =>
       sheets[0].addPass(pass);
       updateReadout();
     }
-    sheets[0].finish(image, result.maps);
+    sheets[0].finish(image, result.maps, body.prompt);
   }, () => show(current));
 
 // ---- keyboard and theme
@@ -268,7 +274,7 @@ function onKey(event) {
 }
 
 function onViewKey(event) {
-  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
   if (!step) return;
   event.preventDefault();
   const view = VIEWS[(VIEWS.indexOf(sheets[0].view) + step + VIEWS.length) % VIEWS.length];
@@ -293,6 +299,13 @@ function showInfo(info) {
   arrange(false, info.sizes[0]);
 }
 
+/** Asks the server what it has; a page that could not reach it tries again with the next picture. */
+async function connect() {
+  const info = await fetchJson("/info");
+  controls = new Controls(info);
+  showInfo(info);
+}
+
 async function start() {
   setTheme(localStorage.getItem("theme") ?? "auto");
   setView("picture");
@@ -315,10 +328,8 @@ async function start() {
   document.addEventListener("keydown", onKey);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(localStorage.getItem("theme") ?? "auto"));
   try {
-    const info = await fetchJson("/info");
-    controls = new Controls(info);
-    showInfo(info);
-    element("prompt").focus({ preventScroll: true });
+    await connect();
+    if (matchMedia("(pointer: fine)").matches) element("prompt").focus({ preventScroll: true }); // no keyboard over the page
   } catch (error) {
     say(error.message, "error");
   }

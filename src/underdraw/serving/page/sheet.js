@@ -3,9 +3,9 @@
 // Dark blue, teal, green, yellow: the colours of `underdraw generate --heatmap`.
 const RAMP = [[48, 18, 90], [52, 96, 141], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
 export const MAPS = {
-  accepted: "Guessed tokens that the pass of this cell kept. Bright is fast.",
-  depth: "How many tokens ahead the pass of this cell guessed.",
-  entropy: "How uncertain the model was here, in nats. Dark is certain.",
+  accepted: "Guesses accepted by the pass that drew a cell. Bright is fast.",
+  depth: "How many tokens ahead the pass that drew a cell guessed.",
+  entropy: "How uncertain the model was in a cell, in nats. Dark is certain.",
 };
 const FADE = 260; // milliseconds
 
@@ -40,6 +40,7 @@ export class Sheet {
     this.born = [];
     this.maps = { accepted: [], depth: [], entropy: [] };
     this.canvas.style.aspectRatio = `${columns} / ${rows}`;
+    this.figure.style.maxWidth = rows > columns ? `calc(70vh * ${columns / rows})` : ""; // tall pictures fit the window
     this.count.textContent = "\u00a0";
     this.describe("Nothing drawn yet");
     this.render();
@@ -57,8 +58,10 @@ export class Sheet {
     return this.passes.reduce((sum, pass) => sum + pass.seconds, 0);
   }
 
-  describe(text) {
-    this.canvas.setAttribute("aria-label", text);
+  /** Says in words what the canvas shows. */
+  describe(text = this.text) {
+    this.text = text;
+    this.canvas.setAttribute("aria-label", this.view === "picture" ? text : `${text}, as a map: ${MAPS[this.view]}`);
   }
 
   /** Adds the cells of one pass. */
@@ -75,7 +78,7 @@ export class Sheet {
     this.passes.push(pass);
     this.last = { first, kept: this.drawn - first, depth: pass.depth };
     this.count.textContent = `${this.drawn} / ${this.cells}, ${this.passes.length} pass${this.passes.length === 1 ? "" : "es"}`;
-    this.describe(`Drawing: ${this.drawn} of ${this.cells} cells`);
+    this.describe(`A picture of which ${this.drawn} of ${this.cells} tokens are drawn`);
     this.render();
   }
 
@@ -84,15 +87,15 @@ export class Sheet {
     this.render();
   }
 
-  finish(image, maps) {
-    Object.assign(this, { image, last: null });
-    if (maps) this.maps = maps;
-    this.describe("The finished picture");
+  finish(image, maps, prompt) {
+    Object.assign(this, { image, maps, last: null });
+    this.describe(`The finished picture: ${prompt}`);
     this.render();
   }
 
   show(view) {
     this.view = view;
+    this.describe();
     this.render();
   }
 
@@ -209,16 +212,23 @@ export class Sheet {
     });
   }
 
-  /** The last pass: cells that were guessed are outlined, those that were kept more strongly. */
+  /** The last pass: the tokens that it added have solid outlines, the guesses that it rejected dashed ones. */
   paintTree(pen) {
     const { context } = pen;
     const { first, kept, depth } = this.last;
     const thin = Math.max(1, pen.scale);
+    const isSmall = pen.width / this.columns <= 10 * thin; // outlines of single cells would cover them
     context.strokeStyle = pen.ink;
     for (let cell = first; cell < Math.min(this.cells, first + Math.max(depth, kept)); cell++) {
-      const [x, y, width, height] = this.box(pen, cell);
       const isKept = cell < first + kept;
-      context.lineWidth = isKept && width > 10 * thin ? 2 * thin : thin; // small cells would be covered
+      let [x, y, width, height] = this.box(pen, cell);
+      if (isSmall && !isKept) { // one outline around all of a row
+        const end = Math.min(this.cells, first + depth, (Math.floor(cell / this.columns) + 1) * this.columns);
+        const [lastX, , lastWidth] = this.box(pen, end - 1);
+        width = lastX + lastWidth - x;
+        cell = end - 1;
+      }
+      context.lineWidth = isKept && !isSmall ? 2 * thin : thin;
       context.setLineDash(isKept ? [] : [2 * thin, 2 * thin]);
       const inset = context.lineWidth / 2;
       context.strokeRect(x + inset, y + inset, width - 2 * inset, height - 2 * inset);

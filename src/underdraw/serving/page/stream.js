@@ -20,7 +20,7 @@ async function refusal(response, key) {
   const retryAfter = Number(response.headers.get("Retry-After")) || 0;
   const texts = {
     401: key ? WRONG_KEY : "This server needs an API key; enter it below.",
-    429: `The server is busy: its queue is full. Try again in about ${retryAfter || 1} s.`,
+    429: `The server is busy: its queue is full. Try again in about ${retryAfter || 1}\u00a0s.`,
   };
   const message = body?.error?.message || `the server answered with status ${response.status} and no reason.`;
   const text = texts[response.status] ?? sentence(message);

@@ -54,12 +54,13 @@ def check_counts(what: str, limit: int, **values: object) -> None:
             )
 
 
-def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigError:
-    """The error for a name that is not one of `allowed`, with a suggestion if one of them is similar."""
+def unknown(kind: str, name: object, allowed: Iterable[str], advice: str = "") -> ConfigError:
+    """The error for a name that is not one of `allowed`, with `advice`, or a suggestion if one of them is similar."""
     names = sorted(allowed)
     similar = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
-    hint = f" Did you mean {similar[0]!r}?" if similar else ""
-    return ConfigError(f"unknown {kind} {name!r}.{hint} Allowed: {', '.join(names) or 'none'}.")
+    if similar and not advice:
+        advice = f"Did you mean {similar[0]!r}?"
+    return ConfigError(f"unknown {kind} {name!r}.{advice and ' '}{advice} Allowed: {', '.join(names) or 'none'}.")
 
 
 def first_line(error: Exception) -> str:

@@ -6,13 +6,13 @@ the decoding loop and decodes the codes to pixels. Nothing here depends on a mod
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import logging
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 
@@ -35,11 +35,14 @@ from underdraw.parts import PipelineParts, check_parts, check_runtime
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Drafter, Prompt, TreePolicy, Verifier
 from underdraw.request import (
+    AdvisedAttributes,
     GenerationRequest,
     Generator,
     RequestOptions,
     Seed,
+    check_call_options,
     check_integer,
+    check_loading_options,
     expand_negative_prompts,
     expand_prompts,
     resolve_seeds,
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from typing_extensions import Unpack
 
+log = logging.getLogger(__name__)
 Callback = Callable[["Pipeline", int, int, dict[str, Any]], Any]
 
 
@@ -61,7 +65,7 @@ class CallOptions(RequestOptions, total=False):
     token_stats: TokenStatsMode
 
 
-class Pipeline(PipelineParts):
+class Pipeline(PipelineParts, AdvisedAttributes):
     """Text to images. `drafter`, `tree`, `verifier` and `proposal` may be set at any time, by name or as objects."""
 
     max_batch = 16  # images that a call draws at once
@@ -99,9 +103,11 @@ class Pipeline(PipelineParts):
             if dtype != "auto" and resolve_placement(device, torch_dtype) != placement:
                 raise ConfigError(f"dtype {dtype} and torch_dtype {torch_dtype} differ; pass one of them.")
             placement = resolve_placement(device, torch_dtype)
-        _check_options("from_pretrained", hub_options, [field.name for field in dataclasses.fields(HubOptions)])
+        check_loading_options(cls.from_pretrained, hub_options, drafter, tree)
         check_parts(drafter=drafter, tree=tree, verifier=verifier, proposal=proposal)
         check_runtime(placement.device, compile, numerics, weights)
+        if placement.dtype == torch.float16 and placement.device.type == "cpu":
+            log.warning("float16 is many times slower than float32 on a CPU; leave the dtype out, or use bfloat16.")
         checkpoint, placement = open_for_loading(model, HubOptions(**hub_options), placement, weights, drafter, check)
         loaded = load_model(checkpoint, placement)
         saved = read_saved_choices(checkpoint, loaded)
@@ -145,7 +151,7 @@ class Pipeline(PipelineParts):
         The options are those of `request`: negative_prompt, height, width, guidance_scale, temperature, top_k, top_p,
         num_images_per_prompt, seed and generator.
         """
-        _check_options("a call", options, RequestOptions.__annotations__)
+        check_call_options(options, [*CallOptions.__annotations__, "output_type", "return_dict"])
         out = self.generate(
             self.request(prompt, **options),
             output_type=output_type,
@@ -384,9 +390,3 @@ class Pipeline(PipelineParts):
             folder = self.save_pretrained(Path(temporary) / "model")
             write_model_card(self.model, folder, name)
             return upload_folder(folder, name, token=token, private=private)
-
-
-def _check_options(function: str, options: Mapping[str, Any], allowed: Iterable[str]) -> None:
-    for name in options:
-        if name not in allowed:
-            raise unknown(f"option of {function}", name, allowed)

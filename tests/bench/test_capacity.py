@@ -50,12 +50,19 @@ def test_command_prints_a_table_and_json(tmp_path: Path) -> None:
     assert done.code == 0 and "without prefill, pixels, PNG" in done.out
 
 
+def test_large_batches_are_called_optimistic() -> None:
+    small, large = (call("plan", "--batch", batch, "--tokens-per-pass", 1).out for batch in (4, 64))
+    assert "too optimistic" not in small and "too optimistic" in large
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--model random:nothing", "random:anole-7b"),
+        ("--model tiny", "--costs FILE"),
+        ("--price -1", "--price -1 is not allowed"),
         ("--gpus 0", "0 should be greater than or equal to 1"),
-        ("--tokens-per-pass 99", "from 1 to 65"),
+        ("--tokens-per-pass 99", "--tokens-per-pass 99 is not allowed; use a number from 1 to 65"),
         ("--batch 4", "use a smaller --batch"),
         ("--costs missing.json", "missing.json"),
     ],

@@ -10,6 +10,8 @@ import pytest
 from commands import call
 
 from underdraw.cli.app import COMMANDS
+from underdraw.cli.progress import RunProgress
+from underdraw.distributed.planned_images import FailedImage, ModelInfo, PlannedImage, Progress
 
 SUBCOMMANDS = [*(name for name in COMMANDS if " " in name), "train samples", "train drafter"]
 GROUPS = sorted({name.split()[0] for name in SUBCOMMANDS})
@@ -58,7 +60,7 @@ def test_train_without_a_subcommand_prints_help() -> None:
 def test_first_argument_selects_the_subcommand() -> None:
     assert "usage: underdraw bench engine [options]" in call("bench", "engine", "--help").out.casefold()
     assert "unknown command of bench 'engin'. Did you mean 'engine'?" in call("bench", "engin").err
-    assert "Missing option '--prompts'" in call("bench").err
+    assert "Missing option '--prompts'; see underdraw bench --help." in call("bench").err
     assert "there is nothing to compare with" in call("evaluate", "folder").err
     assert call("bench", "--limit", 1, "engine").code == 2
 
@@ -87,3 +89,22 @@ def test_completion_script() -> None:
     script = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert "_UNDERDRAW_COMPLETE=complete_bash" in script and "underdraw" in script
     assert "--install-completion" in call("--help").out
+
+
+@pytest.mark.parametrize(
+    ("repeats", "expected"),
+    [(1, "1/4 images, 0.05 images/s, 3.00 tokens/pass, 1 min left"), (2, "1/4 images, 0.05 images/s, 2 min left")],
+)
+def test_progress_in_a_log_counts_tokens(
+    repeats: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Images of a batch end together, so the time that is left follows from tokens, not from finished images."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("underdraw.cli.progress.LOG_SECONDS", 10.0)
+    with RunProgress(silent=False, passes_per_token=repeats) as progress:
+        progress.start(ModelInfo("tiny", None, {}, {}, "none", tokens=60), missing=4)
+        now[0] = 20.0
+        progress.update(Progress(tokens=60, passes=20))
+        progress.update(FailedImage(PlannedImage(0, "0", 0, "a fox", 1), "", is_permanent=True))
+    assert capsys.readouterr().err.strip() == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import shutil
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import small_checkpoint
 import torch
+import toy_models
 
 from underdraw import Pipeline
 from underdraw.drafters.eagle import Eagle
@@ -26,15 +28,16 @@ from underdraw.verifiers.lantern import Lantern
 
 
 def draw(pipe: Pipeline) -> bytes:
-    return pipe("fox", seed=2, top_p=1.0).images[0].tobytes()
+    return pipe("fox", seed=2).images[0].tobytes()
 
 
 def test_tree_and_verifier_by_name_or_object(pipe: Pipeline) -> None:
-    pipe.tree = "adjacency:init=both,nodes=16"
+    pipe.drafter, pipe.tree = toy_models.near(pipe.model.target), "adjacency:init=both,nodes=16"
     assert isinstance(pipe.tree, Adjacency) and pipe.tree.init == "both"
-    out = pipe("fox", seed=2, top_p=1.0)
+    out = pipe("fox", seed=2)
+    assert out.history.accepted.max() > 0
     pipe.tree = Adjacency(init="both", nodes=16)
-    assert out.history.depth.tolist() == pipe("fox", seed=2, top_p=1.0).history.depth.tolist()
+    assert out.history.depth.tolist() == pipe("fox", seed=2).history.depth.tolist()
     pipe.verifier = "rejection"
     assert draw(pipe) != out.images[0].tobytes()
     pipe.verifier = "lantern:delta=0.2"
@@ -72,6 +75,35 @@ def test_failed_assignment_changes_nothing(pipe: Pipeline) -> None:
         with pytest.raises(UnderdrawError):
             setattr(pipe, name, value)
         assert (repr(pipe), pipe.drafter, pipe.tree, pipe.verifier, pipe.proposal) == before, (name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("treee", "none", "did you mean pipe.tree?"),
+        ("verifer", "exact", "did you mean pipe.verifier?"),
+        ("temperature", 0.5, r"pipe\(prompt, temperature=0.5\)"),
+        ("scheduler", None, "no noise scheduler"),
+        ("drafter", "none", "the tree 'none' .* draws without speculation"),
+        ("tree", None, "the tree 'none' .* draws without speculation"),
+    ],
+)
+def test_assignments_without_effect_are_refused(pipe: Pipeline, name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        setattr(pipe, name, value)
+
+
+def test_attributes_of_other_libraries(pipe: Pipeline) -> None:
+    for name, advice in (
+        ("cuda", r'pipe.to\("cuda"\)'),
+        ("enable_vae_slicing", "leave it out"),
+        ("unet", "components"),
+    ):
+        with pytest.raises(AttributeError, match=advice):
+            getattr(pipe, name)
+    assert not hasattr(pipe, "eval") and copy.copy(pipe).model is pipe.model
+    pipe.note = "mine"  # type: ignore[attr-defined]
+    assert pipe.note == "mine"  # type: ignore[attr-defined]
 
 
 def test_repr_names_the_parts(pipe: Pipeline) -> None:

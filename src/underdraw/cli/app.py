@@ -10,6 +10,7 @@ import importlib
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,6 +38,7 @@ COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsi
     "train": "underdraw.cli.train",
     "env": "underdraw.cli.env",
 }
+PARSED = {"integer": "a whole number", "number": "a number"}  # words of pydantic, and ours
 USER_ERROR, INTERRUPTED = 2, 130  # exit codes; 1 is a bug, or a training whose loss is not finite
 UsageError: type[Any] = typer.BadParameter.__mro__[1]  # click's class, which newer versions of typer bundle
 
@@ -164,10 +166,16 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
 
 def usage_message(error: Any) -> str:
     """What is wrong with an option. Newer versions of typer leave its checks to pydantic, and the value out."""
-    message: str = error.format_message().replace("Value error, ", "")
+    message: str = error.format_message().replace("Value error, ", "").rstrip(".")
     if hasattr(error.__cause__, "errors"):
         message = message.replace("Input should", f"{error.__cause__.errors()[0]['input']} should")
-    return message
+    message = re.sub(r"a valid (integer|number), unable to parse .*", lambda kind: PARSED[kind[1]], message)
+    command = getattr(error.ctx, "command_path", "")
+    if "extra argument" in message and command.endswith(" generate"):
+        message += "; put quotes around a prompt of several words"
+    elif type(error) is UsageError or "Missing" in message:
+        message += f"; see {command} --help"
+    return f"{message}."
 
 
 def open_streams() -> None:

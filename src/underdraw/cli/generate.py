@@ -206,6 +206,7 @@ class GenerateOptions(
         many = {
             "--sheet": self.sheet,
             "--workers": self.workers,
+            "--batch": self.batch > 1,
             "--ray": self.ray,
             "--format": self.format != "folder",
         }

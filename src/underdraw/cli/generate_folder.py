@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from underdraw.cli.generate_image import summary_line
 from underdraw.cli.options import load_pipeline
-from underdraw.cli.progress import RunProgress
+from underdraw.cli.progress import RunProgress, counted
 from underdraw.distributed.planned_images import WorkerOptions, Workers
 from underdraw.distributed.ranks import current_rank, local_rank
 from underdraw.distributed.run import RunResult, RunSpec, draw_run
@@ -162,8 +162,8 @@ def _report(run: RunFolder, options: GenerateOptions, spec: RunSpec, result: Run
         raise ConfigError(f"{options.out} lacks {missing} images; delete its damaged shards and run the command again.")
     if options.sheet is not None:
         _write_sheet(run, options.sheet)
-    counts = f"{record['pictures']} images ({result.drawn} new"
-    counts += f", {result.skipped} prompts skipped" if result.skipped else ""
+    counts = f"{counted(record['pictures'], 'image')} ({result.drawn} new"
+    counts += f", {counted(result.skipped, 'prompt')} skipped" if result.skipped else ""
     counts += f", {result.failed} failed: see failed.jsonl; the same command tries them again" if result.failed else ""
     waiting = "" if result.is_complete else "; other ranks are still drawing"
     line = f"{options.out}: {counts}), {summary_line(record)}; seed {spec.seed}{waiting}"

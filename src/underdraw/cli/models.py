@@ -35,7 +35,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def models(model: Model = None, words: Words = False, json: Json = False) -> None:
     """List the families of models, their published checkpoints, licences and drafters."""
     if words != (model is not None):
-        raise ConfigError("MODEL and --words belong together: underdraw models tiny --words.")
+        name = model or "tiny"
+        raise ConfigError(
+            f"MODEL and --words belong together: underdraw models {name} --words. To see what a checkpoint is, use "
+            f"underdraw models inspect {name}."
+        )
     if model is not None:
         list_words(model, json)
         return

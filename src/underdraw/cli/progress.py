@@ -47,6 +47,11 @@ def progress_bar(total: int, *, silent: bool, label: str = "") -> Iterator[StepC
         yield advance
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 image`, `2 images`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def print_result(line: str, record: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
     """Print the last line of a command: its record as JSON, or the line for people."""
     if as_json:
@@ -64,7 +69,7 @@ def announce(text: str, *, silent: bool) -> None:
 @contextmanager
 def image_counter(text: str, total: int, *, silent: bool) -> Iterator[Any]:
     """A tqdm bar that counts images."""
-    announce(f"{text}: {total} images", silent=silent)
+    announce(f"{text}: {counted(total, 'image')}", silent=silent)
     with open_bar(total, "image", text, silent=silent) as bar:
         yield bar
 
@@ -97,7 +102,7 @@ class RunProgress:
         """`passes_per_token` is 2 where every image is drawn by plain decoding too."""
         self._silent, self._repeats = silent, passes_per_token
         self._bar: Any = None
-        self._images = self._missing = self._tokens = self._passes = 0
+        self._images = self._missing = self._tokens = self._passes = self._total = 0
         self._started = self._reported = time.monotonic()
 
     def __enter__(self) -> RunProgress:
@@ -111,7 +116,8 @@ class RunProgress:
         """Begin: `missing` images of the model are to be drawn."""
         self._missing = missing
         self._started = self._reported = time.monotonic()
-        self._bar = open_bar(info.tokens * missing * self._repeats, "tok", silent=self._silent)
+        self._total = info.tokens * missing * self._repeats
+        self._bar = open_bar(self._total, "tok", silent=self._silent)
 
     def update(self, event: Event) -> None:
         """Count what a worker reports."""
@@ -119,16 +125,17 @@ class RunProgress:
 
         if isinstance(event, Progress):
             self._tokens, self._passes = self._tokens + event.tokens, self._passes + event.passes
-            self._bar.set_postfix_str(self._text(), refresh=False)
+            self._bar.set_postfix_str(f"{self._images} images, {self._rates()}", refresh=False)
             self._bar.update(event.tokens)
             return
         self._images += 1
         now = time.monotonic()
         if self._bar.disable and not self._silent and now - self._reported > LOG_SECONDS:
-            left = (self._missing - self._images) * (now - self._started) / self._images
-            print(f"{self._images}/{self._missing} images, {self._text()}, {left / 60:.0f} min left", file=sys.stderr)
+            left = max(0, self._total - self._tokens) * (now - self._started) / max(1, self._tokens)
+            print(f"{self._images}/{self._missing} images, {self._rates()}, {left / 60:.0f} min left", file=sys.stderr)
             self._reported = now
 
-    def _text(self) -> str:
-        rate = self._images / max(1e-9, time.monotonic() - self._started)
-        return f"{self._images} images, {rate:.2f}/s, {self._tokens / max(1, self._passes):.2f} tokens/pass"
+    def _rates(self) -> str:
+        """Images per second and tokens per pass; the latter not where passes of plain decoding are among them."""
+        rate = f"{self._images / max(1e-9, time.monotonic() - self._started):.2f} images/s"
+        return rate if self._repeats > 1 else f"{rate}, {self._tokens / max(1, self._passes):.2f} tokens/pass"

@@ -253,6 +253,13 @@ def test_command_reports_bad_options_and_an_occupied_port(served_model: Path) ->
     assert done.code == 2 and "cannot listen on 127.0.0.1 port" in done.err
 
 
+def test_empty_api_key_of_the_environment_is_no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where $(openssl rand -hex 24) printed nothing, for want of openssl."""
+    monkeypatch.setenv("UNDERDRAW_API_KEY", "")
+    done = call("serve", "--host", "0.0.0.0")
+    assert done.code == 2 and "UNDERDRAW_API_KEY is empty; set it" in done.err
+
+
 def test_race_after_race_gets_equal_shares(served_model: Path) -> None:
     """What plain decoding took longer in earlier races does not make it wait in the next one, nor the other way."""
     pipe = Pipeline.from_pretrained(served_model, drafter="jacobi", tree="chain:depth=2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 
 from underdraw.cli import options
+from underdraw.errors import ConfigError
 
 EXAMPLES = """
 Examples:
@@ -20,6 +22,7 @@ underdraw serve --model leloy/Anole-7b-v0.1-hf --device cuda --slots 16 --port 9
 
 UNDERDRAW_API_KEY=something-long underdraw serve --host 0.0.0.0 --queue 200 --timeout 120
 """
+API_KEY_VARIABLE = "UNDERDRAW_API_KEY"
 access_option = partial(typer.Option, rich_help_panel="Access")
 limit_option = partial(typer.Option, rich_help_panel="Limits")
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -45,7 +48,7 @@ ApiKey = Annotated[
     str | None,
     access_option(
         metavar="KEY",
-        envvar="UNDERDRAW_API_KEY",
+        envvar=API_KEY_VARIABLE,
         help="Clients must send this as a bearer token. The environment variable keeps it out of process lists.",
     ),
 ]
@@ -89,6 +92,8 @@ def serve(
     from underdraw.extras import require_package
     from underdraw.serving.settings import ServerSettings
 
+    if api_key is None and API_KEY_VARIABLE in os.environ:  # as after $(openssl ...) without openssl
+        raise ConfigError(f"{API_KEY_VARIABLE} is empty; set it to at least 8 characters, or unset it.")
     settings = ServerSettings(
         host=host, port=port, slots=slots, queue=queue, timeout=timeout, api_key=api_key,
         log_prompts=log_prompts, page=page, allowed_hosts=tuple(allowed_host or ()), warm_up=warm_up,

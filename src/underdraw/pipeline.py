@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 
 import torch
 
+from underdraw.advice import AdvisedAttributes, check_call_options, check_loading_options
 from underdraw.drafters.forced import Forced
 from underdraw.engine.cuda_graphs import Compile
 from underdraw.engine.decode import TokenStatsMode, decode, resolve_proposal
@@ -35,14 +36,11 @@ from underdraw.parts import PipelineParts, check_parts, check_runtime
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Drafter, Prompt, TreePolicy, Verifier
 from underdraw.request import (
-    AdvisedAttributes,
     GenerationRequest,
     Generator,
     RequestOptions,
     Seed,
-    check_call_options,
     check_integer,
-    check_loading_options,
     expand_negative_prompts,
     expand_prompts,
     resolve_seeds,

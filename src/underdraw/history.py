@@ -5,12 +5,13 @@ Numpy only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from underdraw.errors import unknown
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
 
@@ -164,7 +165,10 @@ class History:
         return float(values[has_pass][first].mean()) if len(first) else float("nan")
 
     def grid(self, name: str) -> NDArray[Any]:
-        """The array `name` as a (height, width) grid of cells."""
+        """The array `name` as a (height, width) grid of cells: `tokens`, `accepted`, `depth`, `entropy`, ..."""
+        arrays = [item.name for item in fields(self) if isinstance(getattr(self, item.name), np.ndarray)]
+        if name not in arrays:
+            raise unknown("array of a history", name, arrays)
         layout = self.layout
         raster = getattr(self, name)[layout.grid_start : layout.grid_start + layout.row_stride * layout.height]
         return raster.reshape(layout.height, layout.row_stride)[:, : layout.width]

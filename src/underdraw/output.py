@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 OutputType = Literal["pil", "np", "pt", "codes"]
 """list[PIL.Image], array (B, H, W, 3) in [0, 1], tensor (B, 3, H, W) in [0, 1], or codes (B, rows, cols)."""
+OTHER_FORMATS = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 GREY = 128 / 255  # of cells that are not drawn yet
 ImagesT = TypeVar("ImagesT")  # what `output_type` says
 
@@ -109,7 +110,7 @@ class PipelineOutput(Generic[ImagesT]):
         """Write the images as PNG files with their metadata, and return the files.
 
         A `path` that ends in .png is the file of a single image. Anything else is a folder, created if it does not
-        exist, for 00000.png, 00001.png, ...
+        exist, for 00000.png, 00001.png, ... Names of other image formats are refused: they cannot hold the metadata.
         """
         from underdraw.images import save_png
 
@@ -118,6 +119,11 @@ class PipelineOutput(Generic[ImagesT]):
             if len(images) > 1:
                 raise ConfigError(f"{path} is one file and the call drew {len(images)} images; pass a folder.")
             files = [path]
+        elif path.suffix.lower() in OTHER_FORMATS:
+            raise ConfigError(
+                f"save() writes PNG files, with their metadata, and {path} names another format; pass a name that "
+                f"ends in .png, or out.images[0].save({path.name!r})."
+            )
         else:
             files = [path / f"{index:05d}.png" for index in range(len(images))]
         files[0].parent.mkdir(parents=True, exist_ok=True)

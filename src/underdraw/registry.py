@@ -44,7 +44,7 @@ def parse(text: str) -> Spec:
 
 
 def convert(text: str, kind: Any, option: str) -> Any:
-    """`text` as a value of the annotated type `kind`: int, float, str, a Literal, or one of these or None."""
+    """`text` as a value of the annotated type `kind`: int, float, bool, str, a Literal, or one of these or None."""
     origin = get_origin(kind)
     if origin is Literal:
         if text not in get_args(kind):
@@ -60,6 +60,10 @@ def convert(text: str, kind: Any, option: str) -> Any:
         except ValueError:
             expected = "a whole number" if kind is int else "a number"
             raise ConfigError(f"{option} takes {expected}, not {text!r}.") from None
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"{option} takes true or false, not {text!r}.")
+        return text.lower() == "true"
     if kind is str:
         return text
     raise ConfigError(f"{option} cannot be set by text.")

@@ -148,7 +148,7 @@ CASES = [
     Case("drafter that is none", ONE + "--drafter {model}/decoder", "holds no drafter"),
     Case("device", ONE + "--device gpu", "unknown device 'gpu'"),
     Case("device without memory", ONE + "--device meta", "not supported"),
-    Case("device that is not there", ONE + "--device cuda:99", "CUDA devices"),
+    Case("device that is not there", ONE + "--device cuda:99", "no CUDA device"),
     Case("dtype", ONE + "--dtype int3", "unknown dtype 'int3'"),
     # models
     Case("no model", "generate fox -m no-such-model -o {here}/a.png", "there is no model 'no-such-model'"),

@@ -51,6 +51,11 @@ def test_save_writes_a_folder(pipe: Pipeline, tmp_path: Path) -> None:
     assert [Image.open(file).tobytes() for file in files] == [image.tobytes() for image in out.images]
     with pytest.raises(ConfigError, match="2 images; pass a folder"):
         out.save(tmp_path / "one.png")
+    with pytest.raises(ConfigError, match=r"another format; .* out.images\[0\].save\('fox.JPG'\)"):
+        out.save(tmp_path / "fox.JPG")
+    assert not (tmp_path / "fox.JPG").exists()
+    with pytest.raises(ConfigError, match=r"unknown array of a history 'accept'\. Did you mean 'accepted'"):
+        out.history.grid("accept")
     with pytest.raises(ConfigError, match="output_type='pil'"):
         pipe("fox", output_type="pt").save(tmp_path / "tensor.png")
     assert not (tmp_path / "one.png").exists() and not (tmp_path / "tensor.png").exists()

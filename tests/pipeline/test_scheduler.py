@@ -169,8 +169,11 @@ def test_closing_cancels_and_refuses(pipe: Pipeline) -> None:
 
 
 def test_bad_requests_are_refused_before_they_are_queued(pipe: Pipeline) -> None:
-    with pytest.raises(ConfigError, match="at least 1"):
-        Scheduler(pipe, slots=0)
+    for slots in (0, "4", 2.5):
+        with pytest.raises(ConfigError, match="at least 1"):
+            Scheduler(pipe, slots=slots)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="takes a request"):
+        Scheduler(pipe).add("a fox")  # type: ignore[arg-type]
     pipe.verifier, pipe.proposal = "rejection", "coupled"
     with pytest.raises(ConfigError, match="bias"):
         Scheduler(pipe)

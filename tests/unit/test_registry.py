@@ -180,6 +180,8 @@ def test_no_suggestion_without_a_similar_name() -> None:
         ("2.5", float | None, 2.5),
         ("4", int | None, 4),
         ("none", str, "none"),
+        ("true", bool, True),
+        ("False", bool, False),  # as `describe` writes it
     ],
 )
 def test_option_conversion(text: str, kind: Any, value: Any) -> None:
@@ -190,7 +192,16 @@ def test_option_conversion(text: str, kind: Any, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "kind"),
-    [("x", int), ("2.5", int), ("", int), ("x", float), ("c", Literal["a", "b"]), ("x", int | None), ("x", list)],
+    [
+        ("x", int),
+        ("2.5", int),
+        ("", int),
+        ("x", float),
+        ("c", Literal["a", "b"]),
+        ("x", int | None),
+        ("1", bool),
+        ("x", list),
+    ],
 )
 def test_option_conversion_rejects(text: str, kind: Any) -> None:
     with pytest.raises(ConfigError, match="part:option"):

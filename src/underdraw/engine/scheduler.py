@@ -94,8 +94,10 @@ class Scheduler:
     """
 
     def __init__(self, pipe: Pipeline, *, slots: int = 8, token_stats: TokenStatsMode = "skip") -> None:
-        if slots < 1:
-            raise ConfigError(f"a scheduler of {slots} slots can draw nothing; use at least 1.")
+        if not isinstance(slots, int) or slots < 1:
+            raise ConfigError(
+                f"slots {slots!r} must be a whole number of at least 1: how many images are drawn at once."
+            )
         self.pipe, self.slots, self.token_stats = pipe, slots, token_stats
         self._parts = pipe.batch_parts(token_stats)
         self._lock = threading.Lock()
@@ -120,6 +122,8 @@ class Scheduler:
         Tokens are recorded in `histories`, one per image, which the caller may pass in. May be called from any thread.
         """
         model = self.pipe.model
+        if isinstance(request, str | Sequence):
+            raise ConfigError(f"add() takes a request, not {request!r}; make one with pipe.request(PROMPT, seed=0).")
         for text in request.prompts:
             model.check_prompt(text)
         layout, name = model.make_layout(request.size), request_id or uuid.uuid4().hex

@@ -62,10 +62,9 @@ def resolve_placement(device: str | torch.device, dtype: str | torch.dtype) -> P
     if resolved.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r} is not supported; use auto, cpu, cuda or cuda:N.")
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device {str(device)!r} does not exist, torch sees {torch.cuda.device_count()} CUDA devices; use cpu "
-            "or one of them."
-        )
+        count = torch.cuda.device_count()
+        seen = f"{count} CUDA devices, from cuda:0 on; use one of them or cpu" if count else "no CUDA device; use cpu"
+        raise ConfigError(f"device {str(device)!r} does not exist, torch sees {seen}.")
     if isinstance(dtype, torch.dtype):
         if dtype not in DTYPES.values():
             raise ConfigError(f"dtype {dtype} is not supported; use {', '.join(DTYPES)}.")

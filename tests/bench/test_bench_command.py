@@ -105,7 +105,9 @@ def test_stopped_run_resumes(command: list[object], run: Path, tmp_path: Path, m
         result = call(*command, "--out", tmp_path / "run")
     assert result.code == 130 and "5 of 12 images are measured" in result.err
     path = tmp_path / "run" / "rows.jsonl"
-    path.write_bytes(path.read_bytes()[:-30])  # the last line is cut off
+    *rows, _ = path.read_text().splitlines()
+    slow = json.dumps({**json.loads(rows[3]), "seconds": 1000.0})  # plain decoding of the turn that was stopped
+    path.write_text("\n".join([*rows[:3], slow, rows[3][:-30]]))  # the last line is cut off
     first = path.read_text().splitlines()[:4]
     result = call(*command, "--out", tmp_path / "run")
     assert result.code == 0 and result.record["drawn"] == 8
@@ -114,6 +116,9 @@ def test_stopped_run_resumes(command: list[object], run: Path, tmp_path: Path, m
     assert sorted(str([r[k] for k in keys]) for r in read_lines(path)) == sorted(
         str([r[k] for k in keys]) for r in read_lines(run / "rows.jsonl")
     )
+    rows = read_lines(path)
+    assert [row["plain_seconds"] for row in rows[:3]] == [rows[0]["seconds"]] * 3  # one session drew these
+    assert all(row["plain_seconds"] < 100 for row in rows[4:6])  # plain decoding was timed again
     assert call(*command, "--out", tmp_path / "run").record["drawn"] == 0
     (tmp_path / "run" / "cells.jsonl").unlink()  # codes of plain pictures are drawn again, untimed
     more = [value if value != 2 else 3 for value in command]

@@ -87,6 +87,11 @@ class Measurement:
     tree_levels: int
     tree_expanded: int
 
+    @property
+    def active_seconds(self) -> float:
+        """Seconds without those in which the machine stalled."""
+        return self.seconds - self.stalled_seconds
+
     def columns(self) -> dict[str, Any]:
         """The measured columns of a row."""
         history = self.history
@@ -261,12 +266,17 @@ class Bench:
         needs_costs = self.plan.has_cost_model and not set(self._pass_types()) <= set(costs)
         facts = {"machine": machine, "drafters": self.drafter_names()}
         folder.start({**facts, "costs": self.measure_costs() if needs_costs else costs})
+        plain_seconds: dict[ImageKey, float] = {}  # of the plain images that this call has drawn
         for method, key in missing:
+            plain = key._replace(method=PLAIN)
+            if method is not AR and plain not in plain_seconds:  # its row is of an earlier call
+                plain_seconds[plain] = self.draw(AR, plain).active_seconds
             measurement = self.draw(method, key)
+            plain_seconds.setdefault(key, measurement.active_seconds)
             cells = self._cells(measurement, key) if key.repeat == 0 else None
             row = {**key._asdict(), "seed": self.plan.seed + key.prompt, "text": self.plan.prompts[key.prompt]}
             row.update(measurement.columns(), **self._agreement(measurement, key, folder))
-            row.update(settings=method.to_dict(), machine=machine)
+            row.update(plain_seconds=round(plain_seconds[plain], 5), settings=method.to_dict(), machine=machine)
             if self.plan.kinds:
                 row["kind"] = self.plan.kinds[self.plan.prompts[key.prompt]]
             if key.method == PLAIN and (key.prompt, key.repeat) == (0, 0):

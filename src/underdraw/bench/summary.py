@@ -39,6 +39,8 @@ def summarise(folder: ResultFolder) -> dict[str, Any]:
     turn = ["temperature", "prompt", "repeat"]
     plain = rows.loc[rows["method"] == PLAIN, [*turn, "active_seconds"]]
     rows = rows.merge(plain, on=turn, how="left", suffixes=("", "_plain"))
+    if "plain_seconds" in rows:  # of the session that drew the row; older rows do not have it
+        rows["active_seconds_plain"] = rows["plain_seconds"].fillna(rows["active_seconds_plain"])
     groups = dict(list(rows.groupby(["temperature", "method"], sort=False)))
     entries = [
         summarise_method(folder, name, temperature, groups[temperature, name])

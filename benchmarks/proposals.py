@@ -23,8 +23,8 @@ from underdraw.drafters.small_model import SmallModel, SmallModelSession
 from underdraw.engine.decode import decode
 from underdraw.history import History
 from underdraw.layout import Layout
+from underdraw.nn.linear import to_input_major
 from underdraw.nn.rope import Rope
-from underdraw.nn.row_invariant import to_input_major
 from underdraw.nn.target import DecoderTarget, apply_guidance
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import PrefillOutput, Prompt

@@ -18,8 +18,8 @@ from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.decode import decode
 from underdraw.history import History, StepResult
 from underdraw.layout import Layout
+from underdraw.nn.linear import pack_weights
 from underdraw.nn.rope import Rope
-from underdraw.nn.row_invariant import pack_weights
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.policies.fixed import NoTree

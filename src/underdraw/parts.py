@@ -22,9 +22,9 @@ from underdraw.models.lantern_drafters import load_nearest_codes
 from underdraw.models.loading import check_drafter, load_drafter_by_name, resolve_placement
 from underdraw.models.progress_bars import hidden_progress_bars
 from underdraw.models.saving import save_drafter_repository, upload_folder
+from underdraw.nn.linear import pack_weights
 from underdraw.nn.numerics import Numerics, resolve_numerics
 from underdraw.nn.quantized_weight import WeightFormat, is_quantized
-from underdraw.nn.row_invariant import pack_weights
 from underdraw.protocols import Drafter, TreePolicy, Verifier
 from underdraw.registry import drafters, policies, verifiers
 from underdraw.request import GenerationRequest

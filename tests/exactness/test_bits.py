@@ -6,7 +6,6 @@ Also: after a commit the KV cache is contiguous and equals a fresh prefill of th
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,17 +20,9 @@ from underdraw.models.loading import load_model, resolve_placement
 from underdraw.nn import row_invariant
 from underdraw.nn.attention import AttentionMask, attend_cpu, slot_blocks, value_columns
 from underdraw.nn.cached_decoder import CachedDecoder
+from underdraw.nn.linear import pack_weights, to_input_major
 from underdraw.nn.rope import Rope
-from underdraw.nn.row_invariant import (
-    Linear,
-    PackedLinear,
-    RowInvariance,
-    linear,
-    pack_weights,
-    padded_rows,
-    sum_block,
-    to_input_major,
-)
+from underdraw.nn.row_invariant import RowInvariance, padded_rows, sum_block
 from underdraw.nn.target import DecoderSession, DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer, causal_attention
 from underdraw.plan import MAX_NODES
@@ -40,73 +31,6 @@ from underdraw.policies.confidence import Confidence
 from underdraw.protocols import Prompt
 from underdraw.registry import policies
 from underdraw.tree import DraftTree, ancestor_mask, chain
-
-ROW_COUNTS = (1, 2, 3, 5, 7, 16, 21, 33, 64, 121, 128)
-
-
-@pytest.fixture(params=[1, 2, 3], ids=["one-thread", "two-threads", "three-threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("inputs", "outputs"), [(32, 128), (512, 1536), (512, 4096), (688, 256), (770, 36), (1408, 512)]
-)
-def test_linear_is_row_invariant(inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and torch.get_num_threads() > 2:
-        pytest.skip("without bf16 instructions, bf16 GEMMs on more threads are not row-invariant")
-    layer = Linear(inputs, outputs, bias=True, dtype=dtype).requires_grad_(False)
-    to_input_major(layer)
-    x = torch.randn(200, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with torch.no_grad():
-        all_rows = layer(x)
-        expected = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-        assert torch.allclose(all_rows.double(), expected, atol=1e-4 if dtype == torch.float32 else 0.03)
-        for count in ROW_COUNTS:
-            assert torch.equal(layer(x[:count]), all_rows[:count]), count
-            assert torch.equal(layer(x[-count:]), all_rows[-count:]), count
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(
-    ("inputs", "outputs"), [(32, 128), (512, 1536), (512, 2816), (688, 256), (770, 64), (1408, 512)]
-)
-@torch.no_grad()
-def test_packed_weights_give_the_bits_of_input_major_ones(inputs: int, outputs: int) -> None:
-    """For any number of rows; the state dict holds the matrix unpacked."""
-    packed, input_major = (PackedLinear(inputs, outputs).requires_grad_(False) for _ in range(2))
-    input_major.load_state_dict(packed.state_dict())
-    original = packed.weight.clone()
-    pack_weights(packed)
-    to_input_major(input_major)
-    assert packed.weight.shape == (outputs // 32, inputs, 32)
-    assert torch.equal(packed.state_dict()["weight"], original)
-    x = torch.randn(128, inputs, generator=torch.Generator().manual_seed(0))
-    all_rows = input_major(x)
-    for count in ROW_COUNTS:
-        assert torch.equal(packed(x[:count]), all_rows[:count]), count
-    with torch.enable_grad():
-        assert torch.allclose(packed(x), all_rows, atol=1e-4)
-    pack_weights(packed.to(torch.bfloat16))
-    assert packed.weight.shape == (outputs, inputs)
-
-
-@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (64, 16), (512, 2)])
-@torch.no_grad()
-def test_small_matrices_of_16_bits_are_row_invariant(inputs: int, outputs: int) -> None:
-    """Torch multiplies few of their rows by kernels of its own and many by oneDNN."""
-    for seed in (7, 14, 24):
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(outputs, inputs, generator=generator).bfloat16().t().contiguous().t()
-        x = torch.randn(2000, inputs, generator=generator).bfloat16()
-        all_rows = linear(x, weight)
-        assert torch.equal(torch.cat([linear(row, weight) for row in x.split(1)]), all_rows)
-        assert torch.allclose(all_rows.double(), x.double() @ weight.double().t(), rtol=0.01, atol=0.05)
 
 
 @pytest.mark.usefixtures("threads")
@@ -190,6 +114,16 @@ ARCHES = {
 @pytest.mark.parametrize("name", ARCHES)
 def test_every_architecture_is_exact(name: str) -> None:
     """Speculative against plain decoding of the same weights."""
+    check_architecture(name)
+
+
+@pytest.mark.usefixtures("onednn_packs")
+@pytest.mark.parametrize("name", ARCHES)
+def test_every_architecture_is_exact_with_onednn_packs(name: str) -> None:
+    assert check_architecture(name).blocks[0].out.weight.is_mkldnn  # type: ignore[union-attr]
+
+
+def check_architecture(name: str) -> Transformer:
     of = toy_models.target(4, ARCHES[name])
     settings: dict[str, Any] = {"layout": toy_models.ROW_ENDS, "seeds": (1, 2), "guidance": 2.0}
     expected = toy_models.plain_tokens(of, **settings)
@@ -197,6 +131,7 @@ def test_every_architecture_is_exact(name: str) -> None:
         assert torch.equal(
             toy_models.run_decode(of, drafter, Confidence(depth=4, top_k=4, nodes=30), **settings)[0], expected
         )
+    return of.net
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -22,6 +22,7 @@ from underdraw.errors import CheckpointError, ConfigError
 from underdraw.models.hub import HubOptions
 from underdraw.models.lantern_drafters import load_nearest_codes
 from underdraw.models.loading import load_drafter_by_name, load_drafter_files
+from underdraw.nn.row_invariant import unpack
 from underdraw.pipeline import Pipeline
 from underdraw.plan import TreePlan
 from underdraw.protocols import DraftRequest, PrefillOutput
@@ -116,7 +117,7 @@ def test_head_features_match_the_formulas(
     else:
         expected = chameleon_head(state, torch.cat([prefill.prefix[0, 1:], root]), features)
     torch.testing.assert_close(session.root_output[0, 0], expected[-1], atol=1e-4, rtol=0)
-    head = case.model.target.net.head.weight
+    head = unpack(case.model.target.net.head.weight)
     torch.testing.assert_close(session.logits(session.root_output)[0, 0], expected[-1] @ head.T, atol=1e-3, rtol=0)
 
 

@@ -14,10 +14,11 @@ from underdraw.models import loading
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.family import Family, ImageSize, ModelSpec, Placement, SamplingDefaults
 from underdraw.models.random_weights import model_shape, random_target
+from underdraw.nn.linear import QuantizedLinear, pack_weights
 from underdraw.nn.memory import required_bytes
 from underdraw.nn.quantization import decoder_bytes, quantize_decoder, quantized_linears, weight_format_of
 from underdraw.nn.quantized_weight import QuantizedFormat, QuantizedWeight, quantize
-from underdraw.nn.row_invariant import QuantizedLinear, linear, pack_weights
+from underdraw.nn.row_invariant import linear
 
 FORMATS: tuple[QuantizedFormat, ...] = get_args(QuantizedFormat)
 CPU = torch.device("cpu")

@@ -33,8 +33,8 @@ from underdraw.models.config import Placement
 from underdraw.models.random_weights import ModelShape, model_shape, random_target, randomise
 from underdraw.nn.attention import AttentionBackend
 from underdraw.nn.layer_functions import EAGER, LayerFunctions
+from underdraw.nn.linear import pack_weights
 from underdraw.nn.numerics import Numerics, eager_backend, resolve_numerics
-from underdraw.nn.row_invariant import pack_weights
 from underdraw.nn.target import DecoderTarget
 from underdraw.plan import TreePlan
 from underdraw.policies.fixed import NoTree

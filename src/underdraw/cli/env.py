@@ -156,12 +156,15 @@ def kernel_info() -> dict[str, str]:
             "attention": "underdraw's tree attention" if has_triton else "torch scaled_dot_product_attention",
             "convolutions": f"cuDNN {cudnn}",
         }
-    from underdraw.nn.row_invariant import min_rows, row_multiple, sum_block
+    from underdraw.nn.row_invariant import min_rows, prefers_onednn, row_multiple, sum_block
 
     blas = "MKL" if torch.backends.mkl.is_available() else "the BLAS that torch was built with"
+    matrices = f"{blas}, row-invariant: input-major, at least {min_rows()} rows, a multiple of {row_multiple()}"
+    if torch.backends.mkldnn.is_available() and prefers_onednn(torch.float32):
+        matrices = f"oneDNN, row-invariant; small ones {matrices}"
     return {
         "device": "cpu",
-        "matrices": f"{blas}, row-invariant: input-major, at least {min_rows()} rows, a multiple of {row_multiple()}",
+        "matrices": matrices,
         "attention": f"in blocks of {sum_block(2)} positions, summed in one order for trees and tokens",
         "convolutions": "oneDNN" if torch.backends.mkldnn.is_available() else "torch",
     }

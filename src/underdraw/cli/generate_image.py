@@ -145,14 +145,13 @@ def load_record(pipe: Pipeline, seconds: float) -> dict[str, Any]:
     """Seconds and bytes of loading; the peak of host memory counts memory-mapped files, `own_host_bytes` does not."""
     from underdraw.engine.memory_stats import process_bytes
 
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for module in pipe.components.values()
-        for tensor in (*module.parameters(), *module.buffers())
-    }
+    tensors = {tensor for module in pipe.components.values() for tensor in (*module.parameters(), *module.buffers())}
+    packed = {tensor for tensor in tensors if tensor.is_mkldnn}  # these have no storage
+    storages = [tensor.untyped_storage() for tensor in tensors - packed]
+    weight_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     return {
         "seconds": round(seconds, 3),
-        "weight_bytes": sum(storages.values()),
+        "weight_bytes": weight_bytes + sum(tensor.nbytes for tensor in packed),
         "peak_device_bytes": peak_device_bytes(pipe),
         "peak_host_bytes": process_bytes("VmHWM"),
         "own_host_bytes": process_bytes("RssAnon"),

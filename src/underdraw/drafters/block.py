@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from underdraw.drafters.eagle import DrafterKind, Eagle, EagleNet, EagleSession, above_tokens
 from underdraw.layout import Layout
-from underdraw.nn.row_invariant import Linear
+from underdraw.nn.linear import Linear
 from underdraw.nn.target import apply_guidance
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import DraftRequest, Guidance, PrefillOutput

@@ -18,7 +18,7 @@ from underdraw.calibration import Calibration
 from underdraw.drafters.network import NetworkDraftSession, PendingTokens
 from underdraw.layout import Layout
 from underdraw.nn.cached_decoder import CachedDecoder
-from underdraw.nn.row_invariant import Linear
+from underdraw.nn.linear import Linear
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.plan import MAX_EXPANDED, MAX_NODES
 from underdraw.protocols import Guidance, PrefillOutput, Prompt

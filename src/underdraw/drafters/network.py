@@ -71,7 +71,7 @@ class NetworkDraftSession(GuidedRows, CapturableDraft):
         self.copies = guidance_copies(guidance)  # rows of an image
         self.guidance = guidance_scales(guidance, offset.shape[0] // self.copies, offset.device)  # (B, 1, 1), or 1
         self.decoder, self.cache, self.offset = decoder, decoder.cache, offset
-        self.rope_table = RopeTable(net.arch.rope, layout, offset, net.head.weight.dtype)
+        self.rope_table = RopeTable(net.arch.rope, layout, offset, net.embedding.weight.dtype)
         batch, device = offset.shape[0] // self.copies, offset.device
         self.committed = torch.full((batch, layout.steps), -1, dtype=torch.int64, device=device)  # token ids
         self.roots = torch.zeros(batch, dtype=torch.int64, device=device)  # (B,) step of the last root

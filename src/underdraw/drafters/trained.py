@@ -17,7 +17,6 @@ from underdraw.calibration import Calibration
 from underdraw.drafters.block import BlockDrafter, BlockNet
 from underdraw.drafters.eagle import DrafterKind, Eagle, EagleNet
 from underdraw.errors import CheckpointError, first_line
-from underdraw.nn.row_invariant import pack_weights
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch
 from underdraw.nn.weights import load_weights, save_weights
@@ -119,7 +118,6 @@ def load_drafter(folder: str | Path, target: DecoderTarget) -> Eagle:
             f"the drafter in {folder} cannot be loaded, its description does not match its weights "
             f"({type(error).__name__}: {first_line(error)}); fetch or train it again."
         ) from error
-    weight = target.net.head.weight
+    weight = target.net.embedding.weight
     net = net.to(weight.device, weight.dtype).eval().requires_grad_(False)
-    pack_weights(net)
     return make_drafter(net, target, calibration)

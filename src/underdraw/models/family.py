@@ -134,7 +134,7 @@ class LoadedModel:
 
     @property
     def placement(self) -> Placement:
-        weight = self.target.net.head.weight
+        weight = self.target.net.embedding.weight
         return Placement(weight.device, weight.dtype, weight_format_of(self.target.net))
 
     def unknown_words(self, texts: Iterable[str]) -> list[str]:

@@ -31,8 +31,8 @@ from underdraw.models.transformers_layout import (
     with_defaults,
 )
 from underdraw.models.weight_map import HF_DECODER, HF_HEAD, HF_QKV_BIAS, WeightRule
+from underdraw.nn.linear import QuantizedLinear
 from underdraw.nn.rope import Rope
-from underdraw.nn.row_invariant import QuantizedLinear
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import Prompt

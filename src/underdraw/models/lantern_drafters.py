@@ -32,7 +32,7 @@ from underdraw.models.weight_map import (
     copy_weights,
     decoder_destinations,
 )
-from underdraw.nn.row_invariant import Linear
+from underdraw.nn.linear import Linear
 from underdraw.nn.transformer import Arch
 from underdraw.verifiers.lantern import nearest_neighbours
 

@@ -35,8 +35,8 @@ from underdraw.models.weight_map import (
     module_destinations,
     refuse_drafter,
 )
+from underdraw.nn.linear import Linear
 from underdraw.nn.rope import Rope
-from underdraw.nn.row_invariant import Linear
 from underdraw.nn.transformer import Arch
 from underdraw.protocols import Prompt
 from underdraw.tokenizers.vqgan import VQGAN

@@ -41,6 +41,7 @@ from underdraw.models.hub import (
 from underdraw.models.lantern_drafters import load_lantern_head
 from underdraw.models.remote import RemoteCheckpoint, UnknownShapesError
 from underdraw.models.transformers_layout import refuse_other_quantizers
+from underdraw.nn.linear import pack_weights
 from underdraw.nn.memory import GIB, free_bytes, physical_memory
 from underdraw.nn.quantization import decoder_bytes
 from underdraw.nn.quantized_weight import WEIGHT_FORMATS, WeightFormat
@@ -235,6 +236,8 @@ def load_model(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         parts = {"decoder": model.target.net, "projection": model.target.projection, "tokenizer": model.image_tokenizer}
         for name, part in parts.items():
             check_module(part, f"the {name} of {checkpoint.name}")
+        if placement.device.type == "cpu":
+            pack_weights(model.target.net)
         return model
 
 
@@ -370,7 +373,10 @@ def load_drafter_files(source: str | Path, model: LoadedModel) -> Drafter:
     is_trained = (folder / TRAINED_BY_UNDERDRAW).exists()
     with explain_errors(f"the drafter {source}", model.placement):
         drafter: Drafter = load_drafter(folder, model.target) if is_trained else load_lantern_head(folder, model)
-        check_module(getattr(drafter, "net", None), f"the drafter {source}")
+        net = getattr(drafter, "net", None)
+        if isinstance(net, nn.Module):
+            check_module(net, f"the drafter {source}")
+            pack_weights(net)
         return drafter
 
 

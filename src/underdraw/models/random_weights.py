@@ -14,8 +14,8 @@ from underdraw.models import anole, chameleon, emu3, glm_image, janus, llamagen,
 from underdraw.models.config import ImageSize, Placement
 from underdraw.models.transformers_layout import decoder_arch
 from underdraw.models.weight_map import allocate
+from underdraw.nn.linear import QuantizedLinear
 from underdraw.nn.rope import Rope
-from underdraw.nn.row_invariant import QuantizedLinear
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import Prompt

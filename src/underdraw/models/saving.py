@@ -20,8 +20,8 @@ from underdraw.models.config import UNKNOWN_LICENCE
 from underdraw.models.family import LoadedModel
 from underdraw.models.hub import COMPANIONS, WEIGHT_SUFFIXES, format_size, is_hub_id
 from underdraw.models.progress_bars import library_progress_bars
+from underdraw.nn.linear import QuantizedLinear
 from underdraw.nn.quantization import quantized_linears
-from underdraw.nn.row_invariant import QuantizedLinear
 from underdraw.nn.weights import SCALE, read_safetensors_header, write_safetensors
 from underdraw.registry import families
 

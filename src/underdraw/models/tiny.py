@@ -16,7 +16,6 @@ from underdraw.models.vocabulary import load_vocabulary, split_words
 from underdraw.nn.quantization import quantize_decoder
 from underdraw.nn.quantized_weight import is_quantized
 from underdraw.nn.rope import Rope
-from underdraw.nn.row_invariant import pack_weights
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.nn.weights import load_stored_weights
@@ -69,7 +68,6 @@ def load(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
     if is_quantized(placement.weights):
         quantize_decoder(net, placement.weights, quantized)
     net = net.to(placement.device, placement.dtype).eval().requires_grad_(False)
-    pack_weights(net)
     codes = range(sizes["text"], sizes["text"] + sizes["codes"])
     max_tokens, vocabulary = text_tokenizer.max_length - 1, load_vocabulary(folder)
 

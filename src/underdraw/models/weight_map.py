@@ -19,10 +19,10 @@ from underdraw.errors import CapacityError, CheckpointError
 from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import Placement
 from underdraw.models.family import ModelSpec
+from underdraw.nn.linear import QuantizedLinear, to_input_major
 from underdraw.nn.memory import physical_memory
 from underdraw.nn.quantization import make_quantized
 from underdraw.nn.quantized_weight import QuantizedWeight, is_quantized
-from underdraw.nn.row_invariant import QuantizedLinear, to_input_major
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.nn.weights import SCALE

@@ -29,8 +29,8 @@ class CachedDecoder:
 
     def __init__(self, net: Transformer, rows: int, capacity: int, numerics: Numerics = "row-invariant") -> None:
         self.net = net
-        self.cache = KVCache(net.arch, rows, capacity, net.head.weight)
-        self._eager = eager_backend(numerics, net.head.weight.device)
+        self.cache = KVCache(net.arch, rows, capacity, net.embedding.weight)
+        self._eager = eager_backend(numerics, net.embedding.weight.device)
         self.layer_functions: LayerFunctions
         self.attention_backend: AttentionBackend
         self.layer_functions, self.attention_backend = self._eager

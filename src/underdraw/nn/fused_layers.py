@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from underdraw.kernels import fused_layer
 from underdraw.kernels.fused_layer import DeferredNorm, HeadConfig, fused_linear
 from underdraw.nn.layer_functions import LayerFunctions
+from underdraw.nn.linear import Linear, PackedLinear, QuantizedLinear
 from underdraw.nn.rope import CosSin
-from underdraw.nn.row_invariant import Linear, PackedLinear, QuantizedLinear
 from underdraw.nn.transformer import Arch, DecoderLayer, RMSNorm, Transformer
 
 ProjectQKV = Callable[[DecoderLayer, Tensor], Tensor]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from underdraw.nn.linear import PackedLinear, QuantizedLinear
 from underdraw.nn.quantized_weight import (
     QuantizedFormat,
     QuantizedWeight,
@@ -19,7 +20,6 @@ from underdraw.nn.quantized_weight import (
     is_quantized,
     storage_shapes,
 )
-from underdraw.nn.row_invariant import PackedLinear, QuantizedLinear
 from underdraw.nn.transformer import Arch, DecoderLayer, Transformer
 
 

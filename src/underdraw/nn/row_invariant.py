@@ -12,9 +12,10 @@ same (`benchmarks/invariance.py` measures what breaks them, docs/exactness.md ex
 - attention sums up at most `sum_block()` positions at a time, so that the zeros of masked slots between them change
   nothing.
 
-How many rows and positions depends on the processor, so they are probed once per number of threads, in some tens of
-milliseconds. Where no number of rows will do, all products have `max_rows()` rows: larger ones are computed part by
-part. `row_invariant_gpu` does the same for GPUs.
+Where MKL has no fast kernels for the processor, matrices are packed for oneDNN instead, which needs none of the first
+three rules (`nn.onednn`). How many rows and positions depends on the processor, so they are probed once per number of
+threads, in some tens of milliseconds. Where no number of rows will do, all products have `max_rows()` rows: larger ones
+are computed part by part. `row_invariant_gpu` does the same for GPUs.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from underdraw.nn.quantized_weight import QuantizedFormat, QuantizedWeight, quantize, storage_shapes
+from underdraw.nn import onednn
+from underdraw.nn.quantized_weight import QuantizedWeight
 from underdraw.plan import MAX_NODES
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,15 @@ def linear(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = No
     """
     if isinstance(weight, QuantizedWeight):
         weight = _dequantize(weight, x.dtype)
-    if not x.is_cpu or torch.is_grad_enabled():
+    if not x.is_cpu:
+        return F.linear(x, weight, bias)
+    if weight.is_mkldnn:
+        threads = torch.get_num_threads()  # which may have changed since the weight was packed
+        if not torch.is_grad_enabled() and onednn.is_row_invariant(*weight.shape, weight.dtype, threads):
+            out = onednn.product(x, weight)
+            return out if bias is None else out.add_(bias)
+        weight = onednn.unpack(weight)
+    if torch.is_grad_enabled():
         return F.linear(x, unpack(weight), bias)
     inputs = x.shape[-1]
     count = x.numel() // inputs
@@ -178,114 +187,14 @@ def _packed_product(x: Tensor, packed: Tensor) -> Tensor:
 
 def unpack(weight: Tensor) -> Tensor:
     """The matrix (out, in) of a weight that may be packed."""
+    if weight.is_mkldnn:
+        return onednn.unpack(weight)
     return weight if weight.ndim == 2 else weight.transpose(1, 2).flatten(0, 1)
 
 
-class Linear(nn.Linear):
-    """nn.Linear with row-invariant products."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-class PackedLinear(Linear):
-    """A large matrix without a bias that `pack_weights` may pack on a CPU; state dicts hold it as (out, in)."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = unpack(destination[prefix + "weight"])
-
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        is_packed = self.weight.ndim == 3
-        self.weight.data = unpack(self.weight.data)
-        super()._load_from_state_dict(*arguments)
-        if is_packed:
-            pack_weights(self)
-
-
-class QuantizedLinear(nn.Module):
-    """A matrix (out, in) without a bias, as bytes and scales that are filled row by row (`nn.quantized_weight`)."""
-
-    def __init__(self, inputs: int, outputs: int, weight_format: QuantizedFormat) -> None:
-        super().__init__()
-        self.inputs, self.outputs, self.format = inputs, outputs, weight_format
-        values, scale = storage_shapes(outputs, inputs, weight_format)
-        self.values = nn.Parameter(torch.empty(values, dtype=torch.uint8), requires_grad=False)
-        self.scale = nn.Parameter(torch.empty(scale, dtype=torch.float32), requires_grad=False)
-        self.order: Tensor | None = None  # of the rows, if they were reordered after they were filled in
-        self.sources: dict[str, slice] = {}  # rows by the names of the checkpoint's tensors that they were read from
-
-    @property
-    def weight(self) -> QuantizedWeight:
-        return QuantizedWeight(self.values, self.scale, self.inputs, self.format)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
-
-    def fill(self, rows: slice, weight: Tensor | QuantizedWeight) -> None:
-        """Quantise `weight` into some rows, or copy rows that are quantised already."""
-        if isinstance(weight, Tensor):
-            weight = quantize(weight.to(self.values.device), self.format)
-        self.values.data[rows].copy_(weight.values)
-        self.scale.data[rows].copy_(weight.scale)
-
-    def shape_of(self, rows: slice) -> Tensor:
-        """A meta tensor with the shape of some rows of the matrix."""
-        return torch.empty(self.outputs, self.inputs, device="meta")[rows]
-
-    def rows(self, rows: slice) -> QuantizedWeight:
-        """Some rows as they were filled in, with values (rows, in)."""
-        weight, index = self.weight.unpack(), rows if self.order is None else self.order.argsort()[rows]
-        return weight._replace(values=weight.values[index], scale=weight.scale[index])
-
-    def reorder(self, order: Tensor) -> None:
-        """Move row order[i] to row i, for all rows."""
-        weight, self.order = self.weight.unpack(), order
-        self.values = nn.Parameter(weight.values.data[order], requires_grad=False)
-        self.scale.data = weight.scale.data[order]
-        self.pack()
-
-    def pack(self) -> None:
-        """Store the bytes as their device multiplies best."""
-        weight = self.weight.unpack()
-        if weight.values.is_cpu:
-            weight = weight.pack(PACK_WIDTH if self.outputs % PACK_WIDTH == 0 else self.outputs)
-        elif weight.values.is_cuda:
-            weight = weight.to_words()
-        self.values = nn.Parameter(weight.values.data, requires_grad=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        # Seen as integers, bytes and scales are moved between devices but not cast to another dtype.
-        self.values = nn.Parameter(fn(self.values.data), requires_grad=False)
-        self.scale = nn.Parameter(fn(self.scale.data.view(torch.int32)).view(torch.float32), requires_grad=False)
-        return self
-
-
-def pack_weights(module: nn.Module) -> None:
-    """Store Linear layers as their device multiplies best: output-major on a GPU, input-major or packed on a CPU."""
-    for layer in module.modules():
-        if isinstance(layer, QuantizedLinear):
-            layer.pack()
-        if not isinstance(layer, Linear):
-            continue
-        weight = unpack(layer.weight.data)
-        outputs, inputs = weight.shape
-        if not weight.is_cpu:
-            layer.weight.data = weight.contiguous()
-        elif isinstance(layer, PackedLinear) and weight.dtype == torch.float32 and outputs % PACK_WIDTH == 0:
-            layer.weight.data = weight.reshape(-1, PACK_WIDTH, inputs).transpose(1, 2).contiguous()
-        else:
-            layer.weight.data = weight.t().contiguous().t()
-
-
-def to_input_major(module: nn.Module) -> None:
-    """Store the Linear layers input-major, in place: same values and shapes, other strides."""
-    for layer in module.modules():
-        if isinstance(layer, Linear):
-            layer.weight.data = unpack(layer.weight.data).t().contiguous().t()
+def prefers_onednn(dtype: torch.dtype) -> bool:
+    """Whether large matrices are packed for oneDNN: always but in float32 where MKL has kernels for few rows."""
+    return dtype != torch.float32 or min_rows() > _ROW_RULES[0][0]
 
 
 @functools.cache

@@ -19,9 +19,9 @@ from underdraw.kernels.gemm import FEW_ROWS, Tile, add_rms_norm, gemm, other_til
 from underdraw.kernels.quantized_gemm import quantized_gemm
 from underdraw.nn.fused_layers import with_cache_kernel
 from underdraw.nn.layer_functions import LayerFunctions
+from underdraw.nn.linear import Linear
 from underdraw.nn.memory import free_bytes
 from underdraw.nn.quantized_weight import QuantizedWeight, group_size, plane_width
-from underdraw.nn.row_invariant import Linear
 from underdraw.nn.transformer import DecoderLayer, RMSNorm, Transformer
 
 _REPEATS = 10  # timed calls when a GEMM is chosen

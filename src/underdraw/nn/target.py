@@ -141,7 +141,7 @@ class DecoderSession(GuidedRows, Capturable):
         if not prompts:
             raise ConfigError("no prompts were given; a batch needs at least one.")
         self.target, self.layout, self.tree_slots = target, layout, tree_slots
-        weight = target.net.head.weight
+        weight = target.net.embedding.weight
         self.copies = guidance_copies(guidance)
         self.guidance = guidance_scales(guidance, len(prompts), weight.device)  # (B, 1, 1), or 1
         _check_head(target.net, layout)
@@ -158,7 +158,8 @@ class DecoderSession(GuidedRows, Capturable):
 
     def _empty_prefill(self) -> PrefillOutput:
         """Zeros in the shapes of prompts as long as fit."""
-        net, (rows, length), weight = self.target.net, (len(self.lengths), self.lengths[0]), self.target.net.head.weight
+        net, rows, length = self.target.net, len(self.lengths), self.lengths[0]
+        weight = net.embedding.weight
         self.rope_table.update()
         return PrefillOutput(
             logits=torch.zeros(rows // self.copies, 1, len(self.layout.codes), device=weight.device),
@@ -229,7 +230,7 @@ class DecoderSession(GuidedRows, Capturable):
         """Run the prompts and the image's prologue through the decoder, padded on the right."""
         net, longest = self.target.net, max(self.lengths)
         tokens = torch.full((len(rows), longest), -1, dtype=torch.int64)
-        x = torch.zeros(len(rows), longest, net.arch.dim, device=device, dtype=net.head.weight.dtype)
+        x = torch.zeros(len(rows), longest, net.arch.dim, device=device, dtype=net.embedding.weight.dtype)
         for index, row in enumerate(rows):
             ids = self.layout.prologue if isinstance(row, Tensor) else (*row, *self.layout.prologue)
             start = self.lengths[index] - len(ids)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from underdraw.constants import scalar
 from underdraw.errors import ConfigError, check_counts
+from underdraw.nn.linear import Linear, PackedLinear, QuantizedLinear
 from underdraw.nn.rope import CosSin, Rope, apply_rope, split_cos_sin
-from underdraw.nn.row_invariant import Linear, PackedLinear, QuantizedLinear, linear
+from underdraw.nn.row_invariant import linear
 
 MAX_SIZE, MAX_LAYERS, MAX_VOCAB = 2**18, 2**10, 2**24  # far above any model; a damaged file may say anything
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

@@ -179,7 +179,8 @@ def _split_quantized(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:
     """Raise for weights that are NaN or infinite, by name: a sum is finite only if all of its terms are."""
-    floats = {name: value for name, value in tensors.items() if value.is_floating_point()}
+    # Packed weights (`nn.onednn`) were checked before they were packed.
+    floats = {name: value for name, value in tensors.items() if value.is_floating_point() and not value.is_mkldnn}
     if not floats:
         return
     sums = torch.stack([value.sum(dtype=torch.float32) for value in floats.values()])

@@ -25,7 +25,7 @@ from underdraw.drafters.trained import SHARED_WEIGHTS, build_net, make_drafter, 
 from underdraw.errors import DivergedError, check_counts
 from underdraw.io import FolderLock, atomic_write_text
 from underdraw.models.family import LoadedModel
-from underdraw.nn.row_invariant import to_input_major
+from underdraw.nn.linear import to_input_major
 from underdraw.pipeline import Pipeline
 from underdraw.training.batches import BatchSource, FeatureExtractor, alternate, cache_features, sample_batches
 from underdraw.training.losses import BlockLoss, EagleLoss, random_roots

@@ -25,6 +25,7 @@ import typer
 from recipes.tiny.collect import PORTRAIT_STYLES, groceries, landscapes, portraits
 from recipes.tiny.data import STYLES, Pack, Picture, write_pack
 from recipes.tiny.emoji import EMOJI_STYLES, EmojiTable, emoji_pictures
+from recipes.tiny.facing import is_symmetric
 from recipes.tiny.raw import RawPicture, render
 from recipes.tiny.recolour import find_region
 from recipes.tiny.sources import sha256
@@ -43,7 +44,7 @@ class BuildConfig:
     px: int = 192
     quality: int = 70
     alpha_quality: int = 60  # above that, WebP spends a third of the file on invisible edges
-    portraits_per_style: int = 400
+    portraits_per_style: int = 1000
     groceries_per_class: int = 24
     drop: tuple[str, ...] = ()
 
@@ -61,7 +62,7 @@ def build_command(
     ] = None,
     px: Annotated[int, typer.Option(min=8, help="Side of the images in pixels.")] = 192,
     quality: Annotated[int, typer.Option(min=1, max=100, help="WebP quality of the colours.")] = 70,
-    portraits: Annotated[int, typer.Option(min=0, help="Portraits per style.")] = 400,
+    portraits: Annotated[int, typer.Option(min=0, help="Portraits per style.")] = 1000,
     groceries: Annotated[int, typer.Option(min=0, help="Photographs per kind of fruit.")] = 24,
     drop: Annotated[
         list[str] | None, typer.Option(metavar="STYLE", help=f"Leave out a style; repeatable. {', '.join(STYLES)}.")
@@ -114,11 +115,15 @@ def _render(config: BuildConfig, raw: RawPicture) -> tuple[Picture, bytes] | Non
         return None
     buffer = io.BytesIO()
     image.save(buffer, "WEBP", quality=config.quality, alpha_quality=config.alpha_quality, method=6)
-    picture = raw.picture
-    if picture.kind == "sprite" and picture.group != "people":
-        pixels = np.asarray(Image.open(buffer).convert("RGBA"))
-        picture = dataclasses.replace(picture, region=find_region(pixels))
-    return picture, buffer.getvalue()
+    return describe_pixels(raw.picture, np.asarray(Image.open(buffer).convert("RGBA"))), buffer.getvalue()
+
+
+def describe_pixels(picture: Picture, pixels: np.ndarray) -> Picture:
+    """The row of a sprite with what its pixels (px, px, 4) say: whether it may be mirrored or recoloured."""
+    if picture.kind != "sprite":
+        return picture
+    region = find_region(pixels) if picture.group != "people" else None
+    return dataclasses.replace(picture, flippable=picture.flippable and not is_symmetric(pixels), region=region)
 
 
 def summary(rows: Iterable[Picture]) -> str:

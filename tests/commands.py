@@ -19,6 +19,18 @@ import typer
 
 from underdraw.cli.app import app, main
 
+# A program for `start`: `underdraw` that sends itself SIGTERM while it loads the model.
+TERMINATED_ON_LOAD = (
+    "-c",
+    """
+import os, signal, sys
+from underdraw.cli.app import main
+from underdraw.pipeline import Pipeline
+Pipeline.from_pretrained = lambda **_: os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(main())
+""",
+)
+
 
 @dataclass(frozen=True)
 class Result:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from commands import call
 
 from underdraw.cli.app import COMMANDS
 from underdraw.cli.progress import RunProgress
+from underdraw.cli.signals import SigtermHandler, Terminated
 from underdraw.distributed.planned_images import FailedImage, ModelInfo, PlannedImage, Progress
 
 SUBCOMMANDS = [*(name for name in COMMANDS if " " in name), "train samples", "train drafter"]
@@ -89,6 +93,26 @@ def test_completion_script() -> None:
     script = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert "_UNDERDRAW_COMPLETE=complete_bash" in script and "underdraw" in script
     assert "--install-completion" in call("--help").out
+
+
+def test_sigterm_interrupts_this_process_and_ends_forked_ones() -> None:
+    context = multiprocessing.get_context("fork")
+    has_started = context.Event()
+
+    def work() -> None:
+        has_started.set()
+        time.sleep(60)
+
+    with SigtermHandler() as sigterm:
+        worker = context.Process(target=work)
+        worker.start()
+        assert has_started.wait(30)
+        worker.terminate()
+        worker.join(30)
+        assert worker.exitcode == -signal.SIGTERM and not sigterm.was_received
+        with pytest.raises(Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert sigterm.was_received and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Result, call, start
+from commands import TERMINATED_ON_LOAD, Result, call, start
 from PIL import Image
 
+from underdraw.io import UNFINISHED
 from underdraw.pipeline import Pipeline
 from underdraw.run_folder import RunFolder
 from underdraw.shards import StoredImage
@@ -69,7 +70,7 @@ def finish(command: list[object], folder: Path, before: int) -> Result:
     return done
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl-c", "sigterm", "kill -9"])
 def test_stopped_run_resumes(command: list[object], tmp_path: Path, stop: signal.Signals) -> None:
     folder = tmp_path / "out"
     process = start(*command, cwd=tmp_path, program=("-c", SLOWED))
@@ -82,11 +83,12 @@ def test_stopped_run_resumes(command: list[object], tmp_path: Path, stop: signal
     _, err = process.communicate(timeout=60)
     before = manifest.read_bytes().count(b"\n")
     assert 3 <= before < COUNT
-    if stop == signal.SIGINT:
-        assert process.returncode == 130 and "Traceback" not in err
-        assert f"{before} of {COUNT} images are finished" in err and err.endswith("stopped.\n")
-    else:
+    if stop == signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 128 + stop and "Traceback" not in err
+        assert f"{before} of {COUNT} images are finished" in err and err.endswith("stopped.\n")
+        assert not list(folder.glob(UNFINISHED))
     finish(command, folder, before)
     uninterrupted = call(*command[:-1], tmp_path / "whole")
     assert uninterrupted.record["passes"] == COUNT * PASSES
@@ -175,6 +177,15 @@ def test_stopped_image_is_not_written(small_model: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr("underdraw.pipeline.Pipeline.decode_images", stop)
     done = call("generate", "fox", "-m", small_model, "-o", tmp_path / "a.png", "--tree", "none")
     assert (done.code, done.out, done.err) == (130, "", "stopped.\n") and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["-o", "a.png"], ["-n", 2, "-o", "out"]], ids=["image", "folder"])
+def test_sigterm_while_the_model_is_loaded(small_model: Path, tmp_path: Path, words: list[object]) -> None:
+    line = ["generate", "fox", "-m", small_model, "--tree", "none", *words]
+    process = start(*line, cwd=tmp_path, program=TERMINATED_ON_LOAD)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (143, "") and err.endswith("stopped.\n") and "Traceback" not in err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

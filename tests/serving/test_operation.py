@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import small_checkpoint
-from commands import call
+from commands import TERMINATED_ON_LOAD, call, start
 from running_server import PROMPT, RunningServer, run_server
 
 from underdraw import Pipeline
@@ -205,6 +205,13 @@ def test_warm_up_that_fails_or_is_interrupted_ends_the_server(
     with pytest.raises(ZeroDivisionError) as caught:
         serve(pipe, ServerSettings(port=0), lambda *ready: pytest.fail("not ready"))
     caught.value.with_traceback(None)  # it keeps the images of the warm-up alive
+
+
+def test_sigterm_while_the_model_is_loaded(served_model: Path, tmp_path: Path) -> None:
+    """The server ends as it does once it draws."""
+    process = start("serve", "--model", served_model, "--port", 0, cwd=tmp_path, program=TERMINATED_ON_LOAD)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "stopped.\n") and "Traceback" not in err
 
 
 def resident_megabytes() -> float:

@@ -20,6 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from underdraw import __version__
+from underdraw.cli.signals import SigtermHandler
 from underdraw.errors import ConfigError, UnderdrawError, one_line, unknown
 
 COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsing follow from this table
@@ -39,7 +40,7 @@ COMMANDS = {  # "COMMAND SUBCOMMAND" is a subcommand; help, completion and parsi
     "env": "underdraw.cli.env",
 }
 PARSED = {"integer": "a whole number", "number": "a number"}  # words of pydantic, and ours
-USER_ERROR, INTERRUPTED = 2, 130  # exit codes; 1 is a bug, or a training whose loss is not finite
+USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143  # exit codes; 1 is a bug, or a training whose loss is not finite
 UsageError: type[Any] = typer.BadParameter.__mro__[1]  # click's class, which newer versions of typer bundle
 
 
@@ -134,9 +135,10 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a prompt may hold characters that the terminal lacks
     log = logging.getLogger("underdraw")
-    level = log.level
+    level, sigterm = log.level, SigtermHandler()
     try:
-        code = command(args=arguments, prog_name=name, standalone_mode=False)
+        with sigterm:
+            code = command(args=arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()  # a full disk or a closed pipe is noticed here, not when Python ends
     except UsageError as error:
         return print_error(usage_message(error))
@@ -161,6 +163,7 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
         log.setLevel(level)  # which --quiet may have changed
     if code == INTERRUPTED:
         print("stopped.", file=sys.stderr)
+        return TERMINATED if sigterm.was_received else INTERRUPTED
     return code if isinstance(code, int) else 0
 
 

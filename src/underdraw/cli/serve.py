@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated
@@ -11,6 +12,7 @@ from typing import Annotated
 import typer
 
 from underdraw.cli import options
+from underdraw.cli.signals import Terminated
 from underdraw.errors import ConfigError
 
 EXAMPLES = """
@@ -102,10 +104,6 @@ def serve(
         require_package(package, "serve", "underdraw serve")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("underdraw").setLevel(logging.WARNING if quiet else logging.INFO)
-    from underdraw.models.loading import UnloadedModel
-    from underdraw.serving.server import serve as run_server
-
-    pipe, _ = options.load_pipeline(**asdict(loading), check=UnloadedModel.check_pixels, silent=quiet)
 
     def on_ready(address: str, warm_up_seconds: float | None) -> None:
         what = "page and API" if settings.page else "API"
@@ -113,5 +111,10 @@ def serve(
         count = f"{slots} slot{'s' if slots > 1 else ''}"
         print(f"{pipe.model.name} on {pipe.device.type}, {count}{warm}: {what} at {address}", flush=True)
 
-    run_server(pipe, settings, on_ready)
+    with suppress(Terminated):  # while packages and model are loaded; the server answers signals itself
+        from underdraw.models.loading import UnloadedModel
+        from underdraw.serving.server import serve as run_server
+
+        pipe, _ = options.load_pipeline(**asdict(loading), check=UnloadedModel.check_pixels, silent=quiet)
+        run_server(pipe, settings, on_ready)
     print("stopped.", flush=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import torch
 import typer
 
 from recipes.tiny.collect import PORTRAIT_STYLES, groceries, landscapes, portraits
@@ -100,10 +101,15 @@ def collect(config: BuildConfig, cache: Path) -> Iterator[RawPicture]:
 
 def build(out: str | Path, cache: str | Path, config: BuildConfig, *, workers: int | None = None) -> Path:
     """Download, render and write the whole pack; returns its path."""
-    with multiprocessing.Pool(workers) as pool:
+    with multiprocessing.Pool(workers, initializer=_use_one_thread) as pool:
         rendered = pool.imap(partial(_render, config), collect(config, Path(cache)), chunksize=16)
         rows = [row for row in rendered if row is not None]
     return write_pack(out, config.px, rows)
+
+
+def _use_one_thread() -> None:
+    """Processes share the cores out; threads on top of them wait for each other, 200 times as long as they work."""
+    torch.set_num_threads(1)
 
 
 def _render(config: BuildConfig, raw: RawPicture) -> tuple[Picture, bytes] | None:

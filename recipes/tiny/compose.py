@@ -43,7 +43,7 @@ class SceneConfig:
     background_unnamed: float = 0.18  # of single sprites on a plain colour
     soft: float = 0.85  # of scenery behind a sprite: out of focus
     people_weight: float = 0.5
-    portrait_weight: float = 1.8
+    portrait_weight: float = 0.8
     style_weights: dict[str, float] = field(default_factory=lambda: {DEFAULT_STYLE: 2.0})
 
     def __post_init__(self) -> None:

@@ -231,6 +231,7 @@ def main() -> None:
     parser.add_argument("--tiny", default="tiny", help="the embedded model, or a folder that holds it")
     parser.add_argument("--seconds", type=float, default=350, help="of the whole run")
     parser.add_argument("--processes", type=int, default=5, help="models that run at the same time")
+    parser.add_argument("--only", nargs="+", help="some of the models, such as tiny or anole-7b-4-layers")
     parser.add_argument("--toy", action="store_true", help="a toy model and few settings, to try the script")
     parser.add_argument("--job", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -240,7 +241,10 @@ def main() -> None:
         job = Job(model, dtype, int(layers), int(tokens))
         return run_job(job, options.out / "parts" / f"{job.name}-{dtype}.json", float(seconds), options.toy)
     toys = [Job("random:toy", DTYPES[2], layers) for layers in (1, 0)]
-    start_jobs(toys if options.toy else all_jobs(options.tiny), options)
+    jobs = [job for job in all_jobs(options.tiny) if options.only is None or job.name in options.only]
+    if not jobs:
+        parser.error(f"--only {' '.join(options.only)}: there are {sorted({job.name for job in all_jobs('tiny')})}.")
+    start_jobs(toys if options.toy else jobs, options)
     merge(options.out)
 
 

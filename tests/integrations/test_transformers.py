@@ -6,7 +6,6 @@ import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import checkpoint_writers
@@ -15,88 +14,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from transformers_inputs import IMAGE_START, PAD, START, chameleon_model, emu3_inputs, glm_inputs, janus_inputs
 
-from underdraw.errors import ConfigError, UnsupportedError
+from underdraw.errors import ConfigError
 from underdraw.integrations import transformers as integration
 from underdraw.integrations.transformers import custom_generate
 from underdraw.layout import Layout
 from underdraw.pipeline import Pipeline
 from underdraw.sampling import Sampler
-
-START, PAD, IMAGE_START = 1, 2, 4  # of the small Janus
-
-
-@pytest.fixture(scope="module")
-def janus(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return checkpoint_writers.write_janus(tmp_path_factory.mktemp("janus"))
-
-
-@pytest.fixture(scope="module")
-def emu3(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return checkpoint_writers.write_emu3(tmp_path_factory.mktemp("emu3"))
-
-
-@pytest.fixture(scope="module")
-def glm_image(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return newer_checkpoint_writers.write_glm_image(tmp_path_factory.mktemp("glm"))
-
-
-def chameleon_model(vocabulary: dict[str, int]) -> Any:
-    """Chameleon with 4 x 4 codes and a small image tokenizer."""
-    from transformers import ChameleonConfig, ChameleonForConditionalGeneration
-
-    images = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 8}
-    config = ChameleonConfig(
-        **checkpoint_writers.CHAMELEON,
-        vq_config={**images, "embed_dim": 8, "resolution": 64},
-        vocabulary_map=vocabulary,
-    )
-    model = ChameleonForConditionalGeneration(config).eval()
-    checkpoint_writers.randomise(model, 3)
-    return model
-
-
-def janus_inputs() -> dict[str, Tensor]:
-    ids = torch.tensor([[START, 20, 21, 22, IMAGE_START], [START, 23, 20, 25, IMAGE_START]])
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def glm_inputs() -> dict[str, Any]:
-    """A prompt for 2 x 3 codes after 13 x 19; transformers is kept from tokens that are no codes."""
-    ids = torch.tensor([[64, 80, 81, 73, 102, 103, 74, 64]])
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "image_grid_thw": torch.tensor([[1, 2, 3], [1, 13, 19]]),
-        "images_per_sample": torch.tensor([2]),
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 76,
-        "suppress_tokens": list(range(64, 72)),
-        "max_new_tokens": 2 * 3 + 13 * 19,
-    }
-
-
-def emu3_inputs() -> dict[str, Any]:
-    """A prompt for 4 x 4 codes, and what transformers' documentation passes to `generate`."""
-    ids = torch.tensor([[1, 20, 21, 22, 3, 46, 39, 46, 5]])
-    codes = list(range(240, 304))
-
-    def allowed(_: int, row: Tensor) -> list[int]:
-        """Rows of four codes with a row end (6), then frame end (7), image end (4) and end (2)."""
-        step = len(row) - ids.shape[1]
-        return codes if step < 20 and step % 5 != 4 else [6] if step < 20 else [[7, 4, 2][min(step - 20, 2)]]
-
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "negative_prompt_ids": torch.tensor([[1, 27, 28, 3, 46, 39, 46, 5]]),
-        "negative_prompt_attention_mask": torch.ones(1, 8, dtype=torch.long),
-        "guidance_scale": 3.0,
-        "prefix_allowed_tokens_fn": allowed,
-        "max_new_tokens": 23,
-    }
 
 
 @pytest.mark.skipif(
@@ -271,64 +196,12 @@ def test_guidance_without_a_negative_prompt_equals_transformers(emu3: Any) -> No
     assert not torch.equal(drawn, emu3.generate(**{**inputs, "guidance_scale": 1.0}, **options))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"guidance_scale": 3.0}, "guidance 3 was given, but this model has no guidance"),
-        ({"guidance": 1.5}, "guidance 1.5 was given, but this model has no guidance"),
-        ({"suppress_tokens": [7, 63, 64]}, "SuppressTokensLogitsProcessor forbids 2 of 64 codes"),
-        ({"prefix_allowed_tokens_fn": lambda *_: [1, 2, 3]}, "PrefixConstrained.* forbids 61 of 64 codes"),
-        ({"image_grid_thw": torch.tensor([[1, 2, 3], [1, 13, 19], [1, 3, 2], [1, 19, 13]])}, "of one size for all"),
-        ({"image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 3]])}, "a large and a small grid"),  # of an edited image
-    ],
-)
-def test_settings_that_would_be_ignored_are_refused(glm_image: Any, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        glm_image.generate(**{**glm_inputs(), **changes}, custom_generate=custom_generate)
-
-
-def test_condition_images_are_refused(janus: Any) -> None:
-    """Raw, and encoded as transformers hands them over."""
-    config = janus.generation_config
-    for images in ({"pixel_values": torch.zeros(1)}, {"mm_encoder_outputs": {"image": torch.zeros(1)}}):
-        with pytest.raises(UnsupportedError, match="cannot see images; leave pixel_values out"):
-            custom_generate(janus, janus_inputs()["input_ids"], generation_config=config, **images)
-
-
 def test_files_of_the_working_directory_are_not_the_models(
     glm_image: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "GlmImagePipeline"}')
     monkeypatch.chdir(tmp_path)
     assert integration.WrappedModel(glm_image).spec.arch.dim == 64
-
-
-def test_missing_image_size_is_one_sentence(emu3: Any) -> None:
-    with pytest.raises(ConfigError, match=r"image_size=\(rows, columns\)"):
-        emu3.generate(**emu3_inputs(), custom_generate=custom_generate, do_sample=False)
-
-
-@pytest.mark.parametrize("family", ["janus", "emu3", "glm_image"])
-def test_prompts_of_texts_are_refused(family: str, request: pytest.FixtureRequest) -> None:
-    """As processors return them if they are not asked for an image."""
-    inputs, start = {
-        "janus": (janus_inputs(), IMAGE_START),
-        "emu3": (emu3_inputs(), 5),
-        "glm_image": (glm_inputs(), 64),
-    }[family]
-    inputs = {**inputs, "input_ids": inputs["input_ids"][:, :-1], "attention_mask": None}
-    options: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": False}
-    if family == "emu3":
-        options |= {"image_size": (4, 4)}
-    with pytest.raises(ConfigError, match=f"must end with token {start}, which starts an image"):
-        request.getfixturevalue(family).generate(**{**inputs, **options})
-
-
-def test_processors_that_would_be_ignored_are_refused(janus: Any) -> None:
-    with pytest.raises(UnsupportedError, match="RepetitionPenaltyLogitsProcessor"):
-        janus.generate(**janus_inputs(), custom_generate=custom_generate, repetition_penalty=1.5)
-    with pytest.raises(UnsupportedError, match="num_beams 3"):  # transformers would repeat the rows
-        janus.generate(**janus_inputs(), custom_generate=custom_generate, num_beams=3)
 
 
 def test_copied_weights_follow_a_cast(janus: Any) -> None:
@@ -350,30 +223,6 @@ def test_copied_weights_follow_training(janus: Any) -> None:
     after = model.generate(**janus_inputs(), **options)
     assert not torch.equal(after, before)
     assert torch.equal(after, copy.deepcopy(model).generate(**janus_inputs(), **options))
-
-
-def test_weights_that_are_elsewhere_are_refused(janus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offloaded, quantised and adapted models say so instead of failing over a tensor's name."""
-    model = copy.deepcopy(janus)
-    monkeypatch.setattr(model, "_hf_hook", SimpleNamespace(execution_device="cuda:0"), raising=False)
-    with pytest.raises(UnsupportedError, match="offloaded"):
-        model.generate(**janus_inputs(), custom_generate=custom_generate)
-    monkeypatch.delattr(model, "_hf_hook")
-    monkeypatch.setattr(model, "is_quantized", True, raising=False)
-    with pytest.raises(UnsupportedError, match="quantised"):
-        model.generate(**janus_inputs(), custom_generate=custom_generate)
-    monkeypatch.delattr(model, "is_quantized")
-    model.lm_head = torch.nn.ModuleDict({"base_layer": model.lm_head})
-    with pytest.raises(UnsupportedError, match="merge_and_unload"):
-        model.generate(**janus_inputs(), custom_generate=custom_generate)
-
-
-def test_other_models_are_refused() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=32))
-    with pytest.raises(UnsupportedError, match="GPT2LMHeadModel"):
-        model.generate(torch.tensor([[1, 2]]), custom_generate=custom_generate, max_new_tokens=2)
 
 
 def test_hub_folder(janus: Any) -> None:

@@ -111,7 +111,7 @@ def test_sheets(small_model: Path, folder: Path) -> None:
 
 def test_several_images_of_one_prompt(small_model: Path, folder: Path) -> None:
     record = call("generate", "fox", "-m", small_model, "--n", 3, "-o", "foxes", "--seed", 5, "--json", *QUICK).record
-    assert record["pictures"] == record["drawn"] == 3 and record["tokens"] == 3 * small_checkpoint.TOKENS
+    assert record["images"] == record["drawn"] == 3 and record["tokens"] == 3 * small_checkpoint.TOKENS
     rows = [json.loads(line) for line in Path("foxes/metadata.jsonl").read_text().splitlines()]
     assert [row["seed"] for row in rows] == [5, 6, 7] and len(
         {pixels(folder / "foxes" / r["file_name"]) for r in rows}
@@ -152,7 +152,7 @@ def test_overlong_prompts_can_be_skipped(small_model: Path, folder: Path) -> Non
     Path("p.txt").write_text("fox\n" + "fox " * 99 + "\nblue\n")
     common = ("--prompts", "p.txt", "-m", small_model, "--seed", 3, "--tree", "none", "--json")
     record = call("generate", *common, "-o", "p", "--overlong", "skip").record
-    assert (record["pictures"], record["skipped"]) == (2, 1)
+    assert (record["images"], record["skipped"]) == (2, 1)
     rows = [json.loads(line) for line in Path("p/metadata.jsonl").read_text().splitlines()]
     assert [(row["index"], row["seed"]) for row in rows] == [(0, 3), (2, 5)]  # skipping moves no seed
     (skipped,) = [json.loads(line) for line in Path("p/failed.jsonl").read_text().splitlines()]

@@ -57,7 +57,7 @@ def finish(command: list[object], folder: Path, before: int) -> Result:
     assert len(times) == before
     done = call(*command)
     assert done.code == 0, done.err
-    assert done.record["drawn"] == COUNT - before and done.record["pictures"] == COUNT
+    assert done.record["drawn"] == COUNT - before and done.record["images"] == COUNT
     manifest = rows(folder)
     assert sorted(row["index"] for row in manifest) == list(range(COUNT))  # nothing lost, nothing twice
     assert all(row["prompt"] == f"a red fox {row['index']}" and row["seed"] == 3 + row["index"] for row in manifest)

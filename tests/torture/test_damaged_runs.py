@@ -93,7 +93,7 @@ def test_separators_in_prompts_are_read_back(separator: str, runs: Path, tmp_pat
     options = ("-m", runs / "model", "--prompts", prompts, "--tree", "none", "--seed", 1, "--quiet")
     for expected in (2, 0):
         done = run_hostile("generate", *options[:-1], "-o", tmp_path / "run", "--json")
-        assert done.code == 0 and done.record["drawn"] == expected and done.record["pictures"] == 2
+        assert done.code == 0 and done.record["drawn"] == expected and done.record["images"] == 2
     row = json.loads((tmp_path / "run" / "metadata.jsonl").read_text(encoding="utf-8").split("\n")[0])
     assert row["prompt"] == f"a red{separator}fox"
     assert run_hostile("evaluate", tmp_path / "run", "--against", tmp_path / "run").code == 0

@@ -157,12 +157,12 @@ def _report(run: RunFolder, options: GenerateOptions, spec: RunSpec, result: Run
         "failed": result.failed,
         "unknown_words": result.unknown_words,
     }
-    missing = run.images_planned - len(run.failed()) - record["pictures"]
+    missing = run.images_planned - len(run.failed()) - record["images"]
     if result.is_complete and missing:
         raise ConfigError(f"{options.out} lacks {missing} images; delete its damaged shards and run the command again.")
     if options.sheet is not None:
         _write_sheet(run, options.sheet)
-    counts = f"{counted(record['pictures'], 'image')} ({result.drawn} new"
+    counts = f"{counted(record['images'], 'image')} ({result.drawn} new"
     counts += f", {counted(result.skipped, 'prompt')} skipped" if result.skipped else ""
     counts += f", {result.failed} failed: see failed.jsonl; the same command tries them again" if result.failed else ""
     waiting = "" if result.is_complete else "; other ranks are still drawing"
@@ -182,18 +182,18 @@ def _write_sheet(run: RunFolder, path: Path) -> None:
 
 def _totals(run: RunFolder) -> dict[str, Any]:
     """Sums over the folder; mean depth and nodes are weighted by passes."""
-    sums = dict.fromkeys(("pictures", "passes", "tokens", "mean_depth", "mean_nodes"), 0.0)
+    sums = dict.fromkeys(("images", "passes", "tokens", "mean_depth", "mean_nodes"), 0.0)
     identical = True
     for row in run.rows():
         passes = row["passes"]
-        values = {"pictures": 1, "passes": passes, "tokens": row["tokens"]}
+        values = {"images": 1, "passes": passes, "tokens": row["tokens"]}
         values |= {key: row[key] * passes for key in ("mean_depth", "mean_nodes")}
         sums = {key: sums[key] + value for key, value in values.items()}
         identical &= row.get("identical", True)
     passes = max(1.0, sums["passes"])
     seconds, plain_seconds = run.seconds()
     totals: dict[str, Any] = {
-        "pictures": int(sums["pictures"]),
+        "images": int(sums["images"]),
         "seconds": round(seconds, 4),
         "passes": int(sums["passes"]),
         "tokens": int(sums["tokens"]),

@@ -5,13 +5,15 @@ Numpy only.
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from underdraw.errors import unknown
+from underdraw.errors import ConfigError, unknown
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
 
@@ -80,6 +82,10 @@ class History:
     memo: dict[str, Any] = field(init=False, repr=False, default_factory=dict)  # what policies keep between passes
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layout, Layout):
+            raise ConfigError(
+                f"a history needs a Layout, not {self.layout!r}; make one with Layout() or pipe.model.make_layout()."
+            )
         steps, self.stop = self.layout.steps, self.layout.stop
         self.tokens = np.full(steps, -1, dtype=np.int64)
         self.pass_index = np.full(steps, NOT_YET, dtype=np.int32)
@@ -178,3 +184,9 @@ class History:
         from underdraw.images import heatmap
 
         return heatmap(self, image)
+
+
+def check_history_list(histories: object) -> None:
+    """Raise a ConfigError for anything but histories in a list, such as one history or scheduled images."""
+    if not isinstance(histories, Sequence) or any(not isinstance(history, History) for history in histories):
+        raise ConfigError(f"a list of histories is needed, not {reprlib.repr(histories)}; pass one History per image.")

@@ -30,10 +30,8 @@ class Layout:
     preview: tuple[int, int] | None = None  # rows and columns of a smaller grid of codes before the raster
 
     def __post_init__(self) -> None:
-        if self.height < 1 or self.width < 1:
-            raise ConfigError(f"a grid of {self.height} x {self.width} codes is empty; both sides must be at least 1.")
         check_counts("a grid of codes", MAX_SIDE, height=self.height, width=self.width)
-        if self.codes.step != 1 or len(self.codes) < 2 or self.codes.start < 0:
+        if not isinstance(self.codes, range) or self.codes.step != 1 or len(self.codes) < 2 or self.codes.start < 0:
             raise ConfigError(f"codes {self.codes} must be a range of at least 2 consecutive token ids.")
         for name, ids in (("prologue", self.prologue), ("epilogue", self.epilogue)):
             if any(i < 0 or i in self.codes for i in ids):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 
 from underdraw.errors import ConfigError
 
@@ -11,8 +12,23 @@ MAX_GUIDANCE = 10**4  # far above any use; larger ones overflow float32
 MAX_IMAGES = 10**6  # of one call or command
 
 
+def check_integer(name: str, value: object) -> None:
+    """Raise a ConfigError unless a value is a whole number."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ConfigError(f"{name} {value!r} is not a whole number; pass an int.")
+
+
+def check_real(name: str, value: object) -> None:
+    """Raise a ConfigError unless a value is a number."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ConfigError(f"{name} {value!r} is not a number; pass a number.")
+
+
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     """Raise a ConfigError for sampling settings that are out of range."""
+    check_real("temperature", temperature)
+    check_integer("top_k", top_k)
+    check_real("top_p", top_p)
     if not math.isfinite(temperature) or temperature < 0:
         raise ConfigError(f"temperature {temperature} must be 0 (greedy) or a positive number.")
     if 0 < temperature < 1e-4:
@@ -25,6 +41,7 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 
 def check_guidance(guidance: float) -> None:
     """Raise a ConfigError for a guidance scale that is out of range."""
+    check_real("guidance", guidance)
     if not 0 <= guidance <= MAX_GUIDANCE:  # also refuses nan
         raise ConfigError(
             f"guidance {guidance} must be a number of at least 0 and at most {MAX_GUIDANCE}; 1 turns it off."

@@ -6,7 +6,7 @@ import itertools
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, TypedDict
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from underdraw.errors import ConfigError
 from underdraw.models.config import ImageSize
 from underdraw.prompts import check_prompt, check_text
-from underdraw.ranges import MAX_IMAGES, MAX_SEED, check_guidance, check_sampling
+from underdraw.ranges import MAX_IMAGES, MAX_SEED, check_guidance, check_integer, check_sampling
 
 Seed = int | Sequence[int] | None
 Generator = torch.Generator | Sequence[torch.Generator] | None
@@ -54,11 +54,6 @@ class GenerationRequest:
             raise ConfigError("a request needs a prompt, a negative prompt and a seed per image; use pipe.request().")
         if not isinstance(self.size, ImageSize):
             raise ConfigError(f"the size {self.size!r} of a request is no ImageSize; use pipe.request().")
-        for name in ("guidance", "temperature", "top_p"):
-            value = getattr(self, name)
-            if not isinstance(value, Real) or isinstance(value, bool):
-                raise ConfigError(f"{name} {value!r} is not a number; pass a number or None.")
-        check_integer("top_k", self.top_k)
         check_guidance(self.guidance)
         check_sampling(self.temperature, self.top_k, self.top_p)
 
@@ -89,9 +84,10 @@ class GenerationRequest:
         return self.negative_prompts[0] if len(set(self.negative_prompts)) == 1 else self.negative_prompts
 
 
-def check_integer(name: str, value: object) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ConfigError(f"{name} {value!r} is not a whole number; pass an int.")
+def check_request(request: object) -> None:
+    """Raise a ConfigError for anything that is no request, such as a prompt."""
+    if not isinstance(request, GenerationRequest):
+        raise ConfigError(f"a request is needed, not {request!r}; make one with pipe.request(PROMPT, seed=0).")
 
 
 def expand_prompts(prompt: str | Sequence[str], images_per_prompt: int) -> list[str]:
@@ -148,7 +144,7 @@ def resolve_seeds(seed: Seed, generator: Generator, images: int) -> list[int]:
         seed = secrets.randbelow(2**31)
     if isinstance(seed, Integral):
         seeds = [int(seed) + index for index in range(images)]
-    elif isinstance(seed, Iterable) and not isinstance(seed, str | bytes | Mapping):
+    elif isinstance(seed, Iterable) and not isinstance(seed, str | bytes | Mapping | torch.Tensor):
         seeds = list(itertools.islice(seed, MAX_IMAGES + 1))
     else:
         raise ConfigError(f"seed {seed!r} is not allowed; use a whole number, or a list with one per image.")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
@@ -90,6 +90,8 @@ class Sampler:
         device: str | torch.device = "cpu",
     ) -> None:
         check_sampling(temperature, top_k, top_p)
+        if not isinstance(seeds, Iterable):
+            raise ConfigError(f"seeds {seeds!r} must be a list of whole numbers, one per image.")
         if not seeds:
             raise ConfigError("there are no seeds; a batch needs one seed per image.")
         if any(seed != int(seed) or not 0 <= seed <= MAX_SEED for seed in seeds):

@@ -172,8 +172,12 @@ def test_bad_requests_are_refused_before_they_are_queued(pipe: Pipeline) -> None
     for slots in (0, "4", 2.5):
         with pytest.raises(ConfigError, match="at least 1"):
             Scheduler(pipe, slots=slots)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="takes a request"):
-        Scheduler(pipe).add("a fox")  # type: ignore[arg-type]
+    scheduler = Scheduler(pipe)
+    for request in ("a fox", None):
+        with pytest.raises(ConfigError, match="takes a request"):
+            scheduler.add(request)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"cancel\(\) takes the images that add\(\) returned, not ScheduledImage"):
+        scheduler.cancel(scheduler.add(pipe.request("fox"))[0])  # type: ignore[arg-type]
     pipe.verifier, pipe.proposal = "rejection", "coupled"
     with pytest.raises(ConfigError, match="bias"):
         Scheduler(pipe)

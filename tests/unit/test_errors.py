@@ -121,9 +121,11 @@ BAD = [
     Bad("empty shape", lambda: TreePlan.from_shape(()), ("root", "-1")),
     Bad("child before parent", lambda: TreePlan.from_shape((-1, 2, 0)), ("node 1", "parent 2", "before its children")),
     # Layouts.
-    Bad("no height", lambda: Layout(0, 3, CODES), ("0 x 3", "at least 1")),
-    Bad("negative width", lambda: Layout(3, -1, CODES), ("3 x -1", "at least 1")),
+    Bad("no height", lambda: Layout(0, 3, CODES), ("height 0", "from 1 to 1024")),
+    Bad("negative width", lambda: Layout(3, -1, CODES), ("width -1", "from 1 to 1024")),
     Bad("codes with gaps", lambda: Layout(2, 2, range(4, 12, 2)), ("range(4, 12, 2)", "consecutive")),
+    Bad("number of codes", lambda: Layout(2, 2, 8), ("codes 8", "a range")),  # type: ignore[arg-type]
+    Bad("height as text", lambda: Layout("2", 2, CODES), ("height '2'", "whole number")),  # type: ignore[arg-type]
     Bad("one code", lambda: Layout(2, 2, range(4, 5)), ("range(4, 5)", "at least 2")),
     Bad("code in prologue", lambda: Layout(2, 2, CODES, prologue=(1, 5)), ("prologue (1, 5)", "outside range(4, 12)")),
     Bad("negative epilogue", lambda: Layout(2, 2, CODES, epilogue=(-1,)), ("epilogue (-1,)", "negative")),
@@ -131,6 +133,8 @@ BAD = [
     Bad("cell outside", lambda: LAYOUT.step(2, 0), ("(2, 0)", "outside the 2 x 3 grid")),
     Bad("half an image", lambda: LAYOUT.grid(torch.zeros(5)), ("5 tokens", "has 6")),
     # Sampling.
+    Bad("temperature as text", lambda: Sampler(LAYOUT, [0], temperature="1"), ("temperature '1'", "pass a number")),  # type: ignore[arg-type]
+    Bad("top_k as text", lambda: Sampler(LAYOUT, [0], top_k="3"), ("top_k '3'", "whole number")),  # type: ignore[arg-type]
     Bad("negative temperature", lambda: Sampler(LAYOUT, [0], temperature=-1), ("temperature -1", "0 (greedy)")),
     Bad("temperature nan", lambda: Sampler(LAYOUT, [0], temperature=math.nan), ("temperature nan", "0 (greedy)")),
     Bad("temperature inf", lambda: Sampler(LAYOUT, [0], temperature=math.inf), ("temperature inf", "positive")),
@@ -139,6 +143,7 @@ BAD = [
     Bad("top_p zero", lambda: Sampler(LAYOUT, [0], top_p=0), ("top_p 0", "(0, 1]", "1 turns it off")),
     Bad("top_p above one", lambda: Sampler(LAYOUT, [0], top_p=1.5), ("top_p 1.5", "(0, 1]")),
     Bad("top_p nan", lambda: Sampler(LAYOUT, [0], top_p=math.nan), ("top_p nan", "(0, 1]")),
+    Bad("one seed", lambda: Sampler(LAYOUT, 7), ("seeds 7", "a list of whole numbers")),  # type: ignore[arg-type]
     Bad("no seeds", lambda: Sampler(LAYOUT, []), ("no seeds", "one seed per image")),
     Bad("negative seed", lambda: Sampler(LAYOUT, [3, -1]), ("[3, -1]", "0 to 2**62 - 1")),
     Bad("huge seed", lambda: Sampler(LAYOUT, [2**62]), (str(2**62), "0 to 2**62 - 1")),
@@ -158,6 +163,7 @@ BAD = [
     Bad("rejection without q", lambda: run(verifier=Rejection(), drafter=Forced()), ("rejection", "'sampled'", "no q")),
     Bad("seeds and prompts", lambda: run(seeds=(0, 1)), ("1 prompts", "2 seeds", "one seed per prompt")),
     Bad("negative guidance", lambda: run(guidance=-1.0), ("guidance -1.0", "at least 0", "1 turns it off")),
+    Bad("guidance as text", lambda: run(guidance="3"), ("guidance '3'", "pass a number")),
     Bad("guidance nan", lambda: run(guidance=math.nan), ("guidance nan", "1 turns it off")),
     Bad("guidance inf", lambda: run(guidance=math.inf), ("guidance inf", "1 turns it off")),
     Bad(
@@ -249,6 +255,8 @@ INCOMPATIBLE = [
     Bad("negative codes", lambda: Layout(2, 2, range(-4, 4)), ("range(-4, 4)",)),
     Bad("weight nan", lambda: Neighbour(left=math.nan), ("nan",)),
     Bad("weight inf", lambda: drafters.build("neighbour:left=inf"), ("inf",)),
+    Bad("history of a size", lambda: History((2, 3)), ("a Layout, not (2, 3)", "make one")),  # type: ignore[arg-type]
+    Bad("one history", lambda: run(histories=History(LAYOUT)), ("a list of histories", "History(")),
     Bad("too few histories", lambda: run(histories=[]), ("histories",)),
     Bad("used histories", lambda: run(histories=[finished_history()]), ("histories",)),
     Bad("histories of another layout", lambda: run(histories=[History(Layout(1, 2, CODES))]), ("histories",)),

@@ -16,7 +16,7 @@ from underdraw.engine.cuda_graphs import GraphCache
 from underdraw.engine.step import IDLE_PLAN, StepRunner
 from underdraw.engine.step import TokenStatsMode as TokenStatsMode
 from underdraw.errors import ConfigError
-from underdraw.history import History, StepResult, TokenStats
+from underdraw.history import History, StepResult, TokenStats, check_history_list
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan
 from underdraw.protocols import Drafter, Prompt, Target, TreePolicy, Verifier
@@ -140,6 +140,7 @@ def resolve_proposal(verifier: Verifier, proposal: Proposal | None) -> Proposal:
 
 def check_histories(histories: Sequence[History], count: int, layout: Layout) -> None:
     """Raise a ConfigError unless there is a new history of the layout for every prompt."""
+    check_history_list(histories)
     if len(histories) != count:
         raise ConfigError(f"{len(histories)} histories came with {count} prompts; pass one history per prompt.")
     if any(h.layout != layout or h.passes or h.next_step != layout.start for h in histories):

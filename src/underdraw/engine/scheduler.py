@@ -122,7 +122,7 @@ class Scheduler:
         Tokens are recorded in `histories`, one per image, which the caller may pass in. May be called from any thread.
         """
         model = self.pipe.model
-        if isinstance(request, str | Sequence):
+        if not hasattr(request, "prompts"):
             raise ConfigError(f"add() takes a request, not {request!r}; make one with pipe.request(PROMPT, seed=0).")
         for text in request.prompts:
             model.check_prompt(text)
@@ -143,6 +143,8 @@ class Scheduler:
 
     def cancel(self, images: Iterable[ScheduledImage]) -> None:
         """Stop drawing images before the next pass; those that have ended stay as they are. From any thread."""
+        if not isinstance(images, Iterable):
+            raise ConfigError(f"cancel() takes the images that add() returned, not {images!r}.")
         with self._lock:
             self._cancelled.update(images)
 

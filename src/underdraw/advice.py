@@ -9,12 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from underdraw.errors import ConfigError, unknown
+from underdraw.errors import ConfigError, check_counts, unknown
 from underdraw.models.hub import HubOptions
+from underdraw.ranges import MAX_IMAGES
 from underdraw.request import RequestOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 PARTS = ("drafter", "tree", "verifier", "proposal")  # of a pipeline, which may be assigned
 _NO_STEPS = "Codes are drawn one after the other, without denoising steps; leave it out."
@@ -23,6 +21,7 @@ CALL_ADVICE = {  # arguments of other libraries' pipelines, and what to do inste
     **dict.fromkeys(("num_inference_steps", "timesteps", "sigmas", "eta", "strength"), _NO_STEPS),
     **dict.fromkeys(("latents", "image", "mask_image", "prompt_embeds", "negative_prompt_embeds"), _TEXT_ONLY),
     **dict.fromkeys(("max_new_tokens", "max_length"), "height and width set the number of tokens; leave it out."),
+    **dict.fromkeys(("output_type", "token_stats", "callback_on_step_end"), "Pass it to generate()."),  # of `request`
     "n": "Use num_images_per_prompt.",
     "do_sample": "temperature=0 is greedy.",
     "callback": "Use callback_on_step_end.",
@@ -36,6 +35,10 @@ LOADING_ADVICE = {
     "use_safetensors": "Safetensors are used where there are any; leave it out.",
     "trust_remote_code": "No code of a repository is run; leave it out.",
     "low_cpu_mem_usage": "Weights are always copied tensor by tensor; leave it out.",
+}
+READ_ONLY = {  # attributes of a pipeline that are not assigned, and how to change them
+    **dict.fromkeys(("device", "dtype"), "use pipe.to(device, dtype)"),
+    **dict.fromkeys(("numerics", "weights"), "load the model again: Pipeline.from_pretrained(MODEL, {name}={value!r})"),
 }
 ATTRIBUTE_ADVICE = {
     **{name: f'use pipe.to("{name}")' for name in ("cuda", "cpu")},
@@ -55,10 +58,10 @@ def check_options(
             raise unknown(f"option of {function}", name, allowed, advice.get(name, ""))
 
 
-def check_call_options(options: Mapping[str, Any], allowed: Collection[str]) -> None:
-    """Raise a ConfigError for an argument that a call of a pipeline does not take."""
+def check_call_options(options: Mapping[str, Any], allowed: Collection[str], function: str = "a call") -> None:
+    """Raise a ConfigError for an argument that a call of a pipeline, or its `request`, does not take."""
     parts = {name: f"Set it before the call: pipe.{name} = {options[name]!r}." for name in PARTS if name in options}
-    check_options("a call", options, allowed, {**CALL_ADVICE, **parts})
+    check_options(function, options, allowed, {**CALL_ADVICE, **parts})
 
 
 def check_loading_options(
@@ -81,18 +84,15 @@ def check_not_none(name: str, part: object) -> None:
 class AdvisedAttributes:
     """Refuses attributes that pipelines of other libraries have and this one lacks, and says what to do instead."""
 
-    def __new__(cls, model: object = None, *_: object, **__: object) -> Self:
-        if isinstance(model, str | Path):
-            raise ConfigError(
-                f"a pipeline is made of a loaded model; use {cls.__name__}.from_pretrained({str(model)!r})."
-            )
-        return super().__new__(cls)
-
     def __setattr__(self, name: str, value: object) -> None:
         if name in RequestOptions.__annotations__:
             raise ConfigError(f"{name} is an argument of a call, not of the pipeline: pipe(prompt, {name}={value!r}).")
         if name == "scheduler":
             raise ConfigError("there is no noise scheduler to replace; pipe.scheduler() draws many requests together.")
+        if name in READ_ONLY:
+            raise ConfigError(f"{name} cannot be assigned; {READ_ONLY[name].format(name=name, value=value)}.")
+        if name == "max_batch":
+            check_counts("a call", MAX_IMAGES, max_batch=value)
         if name in ("tree", "drafter"):
             check_not_none(name, value)
         similar = difflib.get_close_matches(name, PARTS, n=1, cutoff=0.8)

@@ -33,7 +33,8 @@ HEATMAP_OPACITY = 0.72  # of a heat map over the grey image
 COLORMAP = np.array([(48, 18, 90), (52, 96, 141), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=np.float64)
 CAPTION_LINE, CAPTION_CHAR = 11, 6  # pixels of a line and of a character of Pillow's default font
 SHEET_GAP = 4  # pixels between the images of a contact sheet
-JPEG_QUALITY = 80
+JPEG_QUALITY = 80  # of a contact sheet
+IMAGE_QUALITY = 95  # of an image in a lossy format
 SHEET_COMMENT = "contact sheet of underdraw"  # in the file, so that a resumed run recognises its own
 
 
@@ -114,6 +115,24 @@ def save_png(image: Image.Image, path: Path, metadata: Mapping[str, str] | None 
         file.write(encode_png(image, metadata))
 
 
+def image_format(path: Path) -> str:
+    """Pillow's name of the format that the suffix of a path stands for; raises where Pillow cannot write it."""
+    name = Image.registered_extensions().get(path.suffix.lower(), "")
+    if name not in Image.SAVE:  # .avif needs a library
+        raise ConfigError(f"{path} names a format that this Pillow cannot write; pass a name that ends in .png.")
+    return name
+
+
+def save_image(image: Image.Image, path: Path, metadata: Mapping[str, str]) -> None:
+    """Write an image atomically in the format of the path's suffix; only PNG files hold the metadata."""
+    name = image_format(path)
+    if name == "PNG":
+        save_png(image, path, metadata)
+        return
+    with atomic_write(path) as file:
+        image.save(file, format=name, quality=IMAGE_QUALITY)
+
+
 def png_metadata(metadata: Mapping[str, str]) -> PngInfo:
     """The text chunks of a PNG."""
     chunks = PngInfo()
@@ -129,6 +148,8 @@ def heatmap(
 
     Panels without any value are left out: entropy and top-1 probability are recorded only on request.
     """
+    if not isinstance(image, Image.Image | None):
+        raise ConfigError(f"{type(image).__name__} is no image to draw over; pass a PIL image such as out.images[0].")
     shown = [panel for panel in panels if _has_value(history, panel).any()]
     if not shown:
         raise ConfigError("this history holds nothing to show yet; decode at least one pass first.")

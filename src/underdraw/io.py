@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -68,7 +67,12 @@ def path_inside(folder: Path, name: object, what: str, error: type[UnderdrawErro
     return folder / parts
 
 
-# Writing
+def make_folder(folder: Path) -> None:
+    """Create a folder and those that it is in; raises one sentence where that is impossible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be created ({error.strerror}); choose another folder.") from None
 
 
 @contextmanager
@@ -184,17 +188,12 @@ class FolderLock:
             if self._descriptor != descriptor:
                 os.close(descriptor)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for path in self._created:
             with suppress(OSError):  # it holds something now
                 path.rmdir()
         os.close(self._descriptor)
         self._descriptor, self._created = -1, []
-
-
-# Reading
 
 
 @contextmanager

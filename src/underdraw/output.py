@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from underdraw import __version__
 from underdraw.errors import CheckpointError, ConfigError
-from underdraw.history import History
-from underdraw.io import as_path
+from underdraw.history import History, check_history_list
+from underdraw.io import as_path, make_folder
 from underdraw.protocols import ImageTokenizer, PromptedImageTokenizer
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OutputType = Literal["pil", "np", "pt", "codes"]
 """list[PIL.Image], array (B, H, W, 3) in [0, 1], tensor (B, 3, H, W) in [0, 1], or codes (B, rows, cols)."""
-OTHER_FORMATS = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 GREY = 128 / 255  # of cells that are not drawn yet
 ImagesT = TypeVar("ImagesT")  # what `output_type` says
 
@@ -97,11 +97,12 @@ class PipelineOutput(Generic[ImagesT]):
         if not isinstance(key, str):
             return self.to_tuple()[key]
         if key not in self.__dataclass_fields__:
-            raise KeyError(key)
+            raise KeyError(f"an output has no {key!r}; it has {', '.join(self.__dataclass_fields__)}")
         return getattr(self, key)
 
     def metadata(self, index: int = 0) -> dict[str, str]:
         """The text chunks of an image's PNG: everything that is needed to draw it again."""
+        self._check_index(index)
         negative = self.settings["negative_prompt"]
         settings = {**self.settings, "negative_prompt": negative[index] if isinstance(negative, list) else negative}
         return image_metadata(self.prompts[index], self.seeds[index], self.model, settings)
@@ -109,34 +110,35 @@ class PipelineOutput(Generic[ImagesT]):
     def save(self, path: str | Path) -> list[Path]:
         """Write the images as PNG files with their metadata, and return the files.
 
-        A `path` that ends in .png is the file of a single image. Anything else is a folder, created if it does not
-        exist, for 00000.png, 00001.png, ... Names of other image formats are refused: they cannot hold the metadata.
+        A `path` with the suffix of an image format is the file of a single image; formats other than PNG hold its
+        pixels alone, without metadata. Anything else is a folder, created if it does not exist, for 00000.png,
+        00001.png, ...
         """
-        from underdraw.images import save_png
+        from underdraw.images import image_format, save_image
 
         images, path = self._pil_images("save()"), as_path(path, "the file or folder")
-        if path.suffix.lower() == ".png":
-            if len(images) > 1:
-                raise ConfigError(f"{path} is one file and the call drew {len(images)} images; pass a folder.")
-            files = [path]
-        elif path.suffix.lower() in OTHER_FORMATS:
-            raise ConfigError(
-                f"save() writes PNG files, with their metadata, and {path} names another format; pass a name that "
-                f"ends in .png, or out.images[0].save({path.name!r})."
-            )
-        else:
+        if path.suffix.lower() not in IMAGE_SUFFIXES:
             files = [path / f"{index:05d}.png" for index in range(len(images))]
-        files[0].parent.mkdir(parents=True, exist_ok=True)
+        elif len(images) > 1:
+            raise ConfigError(f"{path} is one file and the call drew {len(images)} images; pass a folder.")
+        else:
+            image_format(path)  # raises before a folder is created
+            files = [path]
+        make_folder(files[0].parent)
         for index, (image, file) in enumerate(zip(images, files, strict=True)):
-            save_png(image, file, self.metadata(index))
+            save_image(image, file, self.metadata(index))
         return files
 
     def heatmap(self, index: int = 0) -> Image:
         """Accepted length, tree depth, entropy and top-1 probability of every cell of an image, drawn over it."""
         images = self._pil_images("heatmap()")
-        if not isinstance(index, int) or not -len(images) <= index < len(images):
-            raise ConfigError(f"there is no image {index!r}; the call drew {len(images)}, from 0 on.")
+        self._check_index(index)
         return self.histories[index].heatmap(images[index])
+
+    def _check_index(self, index: object) -> None:
+        count = len(self.prompts)
+        if not isinstance(index, int) or not -count <= index < count:
+            raise ConfigError(f"there is no image {index!r}; the call drew {count}, from 0 on.")
 
     def _pil_images(self, caller: str) -> list[Image]:
         if not isinstance(self.images, list):
@@ -166,8 +168,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def check_pixels(tokenizer: ImageTokenizer, output_type: OutputType) -> None:
-    """Raise an error, before an image is drawn, if its codes could not be decoded to pixels."""
+def check_output_type(tokenizer: ImageTokenizer, output_type: OutputType) -> None:
+    """Raise an error, before an image is drawn, for a misspelt type, or if codes cannot be decoded to pixels here."""
+    if not isinstance(output_type, str) or output_type not in get_args(OutputType):
+        raise ConfigError(f"unknown output_type {output_type!r}; use pil, np, pt or codes.")
     if output_type != "codes" and isinstance(tokenizer, PromptedImageTokenizer):
         tokenizer.check_available()
 
@@ -181,6 +185,10 @@ def decode_images(
     As `codes` such cells repeat the one above them, as the image tokenizer sees them: then drawn cells at the border,
     whose pixels depend on their neighbours, look as they will in the end.
     """
+    check_output_type(tokenizer, output_type)
+    check_history_list(histories)
+    if not histories:
+        raise ConfigError("there are no histories to decode; pass at least one, such as out.histories.")
     missing = torch.from_numpy(np.stack([history.grid("tokens") < 0 for history in histories]))
     codes = torch.from_numpy(np.stack([_filled_codes(history) for history in histories]))
     if output_type == "codes":

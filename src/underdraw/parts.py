@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import nn
 
+from underdraw.advice import check_options
 from underdraw.engine import autotune
 from underdraw.engine.cuda_graphs import Compile, make_graph_cache
+from underdraw.engine.step import TokenStatsMode
 from underdraw.errors import CapacityError, ConfigError, unknown
 from underdraw.models.family import LoadedModel
 from underdraw.models.lantern_drafters import load_nearest_codes
@@ -52,6 +55,12 @@ class PipelineParts:
         compile: Compile = "auto",
         numerics: Numerics = "row-invariant",
     ) -> None:
+        if not isinstance(model, LoadedModel):
+            name = repr(str(model)) if isinstance(model, str | Path) else "MODEL"
+            raise ConfigError(
+                f"a pipeline is made of a loaded model, not {type(model).__name__}; "
+                f"use {type(self).__name__}.from_pretrained({name})."
+            )
         _check_numerics(numerics, model.placement.weights)
         self.model = dataclasses.replace(model, target=dataclasses.replace(model.target, numerics=numerics))
         self.compile = compile
@@ -147,6 +156,10 @@ class PipelineParts:
 
         `disable=True` also hides the bars of libraries that download or load parts later.
         """
+        from tqdm.std import tqdm
+
+        allowed = inspect.signature(tqdm.__init__).parameters.keys() - {"self", "kwargs"}
+        check_options("the progress bar", options, allowed, {})
         self._progress_bar = options
 
     def _library_bars(self) -> AbstractContextManager[None]:
@@ -220,8 +233,9 @@ class PipelineParts:
 
     def measure_costs(self, images: int = 1) -> autotune.PassCosts | autotune.WindowCosts:
         """Measure anew what passes cost here with `images` at once, and store it for the `auto` tree."""
+        request = self.sample_request(images)
         batch, *_ = autotune.measured_batches(images, self.drafter, is_captured=self.graphs is not None)
-        workload = self._workload(self.sample_request(images), batch)
+        workload = self._workload(request, batch)
         measure = autotune.measure_again if self.drafter.proposes == "tree" else autotune.measure_windows_again
         return measure(workload)
 
@@ -309,6 +323,18 @@ def _check_numerics(numerics: Numerics, weights: str) -> None:
 def _check_proposal(name: str) -> None:
     if not isinstance(name, str) or name not in ("auto", *get_args(Proposal)):
         raise unknown("proposal", name, ("auto", *get_args(Proposal)))
+
+
+def check_token_stats(mode: object) -> None:
+    """Raise a ConfigError for a misspelt mode."""
+    if not isinstance(mode, str) or mode not in get_args(TokenStatsMode):
+        raise unknown("token_stats", mode, get_args(TokenStatsMode))
+
+
+def check_call_drafter(drafter: object) -> None:
+    """Raise a ConfigError for what cannot draft in a call, such as a name."""
+    if drafter is not None and (isinstance(drafter, type) or not callable(getattr(drafter, "open", None))):
+        raise ConfigError(f"the drafter of a call is an object, not {drafter!r}; names are for pipe.drafter.")
 
 
 def _check_part(name: str, spec: object, method: str) -> None:

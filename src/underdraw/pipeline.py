@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 
@@ -24,23 +24,24 @@ from underdraw.engine.cuda_graphs import Compile
 from underdraw.engine.decode import TokenStatsMode, decode, resolve_proposal
 from underdraw.engine.scheduler import Scheduler
 from underdraw.engine.slot_batch import BatchParts
-from underdraw.errors import CapacityError, ConfigError, unknown
+from underdraw.errors import CapacityError, ConfigError
 from underdraw.history import History, StepResult
 from underdraw.models.hub import HubOptions
 from underdraw.models.loading import CheckModel, load_model, open_for_loading, read_saved_choices, resolve_placement
 from underdraw.models.saving import save_checkpoint, upload_folder, write_model_card
 from underdraw.nn.numerics import Numerics
 from underdraw.nn.quantized_weight import WeightFormat
-from underdraw.output import OutputType, PipelineOutput, Stats, check_pixels, decode_images
-from underdraw.parts import PipelineParts, check_parts, check_runtime
+from underdraw.output import OutputType, PipelineOutput, Stats, check_output_type, decode_images
+from underdraw.parts import PipelineParts, check_call_drafter, check_parts, check_runtime, check_token_stats
 from underdraw.policies.fixed import NoTree
 from underdraw.protocols import Drafter, Prompt, TreePolicy, Verifier
+from underdraw.ranges import check_integer
 from underdraw.request import (
     GenerationRequest,
     Generator,
     RequestOptions,
     Seed,
-    check_integer,
+    check_request,
     expand_negative_prompts,
     expand_prompts,
     resolve_seeds,
@@ -50,7 +51,7 @@ from underdraw.tree import Proposal
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from typing_extensions import Unpack
+    from typing_extensions import Never, Unpack
 
 log = logging.getLogger(__name__)
 Callback = Callable[["Pipeline", int, int, dict[str, Any]], Any]
@@ -172,12 +173,14 @@ class Pipeline(PipelineParts, AdvisedAttributes):
         num_images_per_prompt: int = 1,
         seed: Seed = None,
         generator: Generator = None,
+        **unknown: Never,
     ) -> GenerationRequest:
         """Validate the arguments of a call and fill in the model's defaults.
 
         Image i has the seed `seed + i`, unless `seed` or `generator` is a list with one entry per image. A generator
         stands for its initial seed.
         """
+        check_call_options(unknown, RequestOptions.__annotations__, "request")
         defaults, prompts = self.model.defaults, expand_prompts(prompt, num_images_per_prompt)
         for name, side in (("height", height), ("width", width)):
             if side is not None:
@@ -209,16 +212,11 @@ class Pipeline(PipelineParts, AdvisedAttributes):
         image of every target pass; `pipe.interrupt()` inside it ends the call. `token_stats="keep"` records entropy
         and top-1 probability of every cell for heat maps. `drafter` replaces the pipeline's for this call.
         """
-        if not isinstance(output_type, str) or output_type not in get_args(OutputType):
-            raise ConfigError(f"unknown output_type {output_type!r}; use pil, np, pt or codes.")
-        if not isinstance(request, GenerationRequest):
-            raise ConfigError(f"generate() needs a request, not {type(request).__name__}; make one with request().")
-        if not isinstance(token_stats, str) or token_stats not in get_args(TokenStatsMode):
-            raise unknown("token_stats", token_stats, get_args(TokenStatsMode))
+        check_request(request)
         if callback_on_step_end is not None and not callable(callback_on_step_end):
             raise ConfigError(f"callback_on_step_end {callback_on_step_end!r} cannot be called; pass a function.")
         thread = threading.get_ident()
-        check_pixels(self.model.image_tokenizer, output_type)
+        check_output_type(self.model.image_tokenizer, output_type)
         layout = self.model.make_layout(request.size)
         histories = [History(layout, prompt=prompt) for prompt in request.prompts]
         self._interrupted.discard(thread)
@@ -260,6 +258,9 @@ class Pipeline(PipelineParts, AdvisedAttributes):
 
         More than `max_batch` images take turns: one that is finished makes room for the next.
         """
+        check_request(request)
+        check_token_stats(token_stats)
+        check_call_drafter(drafter)
         if len(request.prompts) > self.max_batch and drafter is None:
             return self._stream_in_slots(request, histories, token_stats)
         policy = self._resolved_tree = self._resolve_tree(request)
@@ -302,6 +303,7 @@ class Pipeline(PipelineParts, AdvisedAttributes):
 
     def batch_parts(self, token_stats: TokenStatsMode = "skip") -> BatchParts:
         """What a scheduler draws with."""
+        check_token_stats(token_stats)
         return BatchParts(
             self.model.target,
             Forced() if isinstance(self._tree, NoTree) else self.drafter,

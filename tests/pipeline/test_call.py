@@ -162,6 +162,7 @@ def test_out_of_memory_is_a_capacity_error(pipe: Pipeline) -> None:
         ({"seed": 1.5}, "seed 1.5 is not allowed; use a whole number"),
         ({"seed": "7"}, "seed '7' is not allowed; use a whole number"),
         ({"seed": [0.5]}, "seed 0.5"),
+        ({"seed": torch.tensor(7)}, r"seed tensor\(7\) is not allowed; use a whole number"),
         ({"seed": 1, "generator": torch.Generator()}, "use one of them"),
         ({"generator": [3]}, "must be a torch.Generator or a list of them, not int"),
         ({"generator": 3}, "must be a torch.Generator or a list of them, not int"),
@@ -186,6 +187,50 @@ def test_bad_arguments(pipe: Pipeline, arguments: dict[str, Any], message: str) 
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"guidance": 2}, "unknown option of request 'guidance'. Did you mean 'guidance_scale'?"),
+        ({"output_type": "np"}, r"unknown option of request 'output_type'. Pass it to generate\(\)"),
+        ({"tree": "none"}, "Set it before the call: pipe.tree = 'none'."),
+    ],
+)
+def test_bad_options_of_a_request(pipe: Pipeline, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pipe.request("fox", **options)
+
+
+def test_bad_arguments_of_generate_and_stream(pipe: Pipeline) -> None:
+    request = pipe.request("fox", seed=1)
+    histories = [History(pipe.model.make_layout(request.size))]
+    for draw in (pipe.generate, lambda value: pipe.stream(value, histories)):
+        with pytest.raises(ConfigError, match=r"a request is needed, not 'fox'; make one with pipe.request\(PROMPT"):
+            draw("fox")  # type: ignore[operator]
+    for drafter in ("jacobi", Forced):
+        with pytest.raises(
+            ConfigError, match=r"the drafter of a call is an object, not .*; names are for pipe\.drafter"
+        ):
+            pipe.generate(request, drafter=drafter)  # type: ignore[arg-type]
+    for draw_kept in (
+        lambda mode: pipe.generate(request, token_stats=mode),
+        lambda mode: pipe.scheduler(token_stats=mode),
+    ):
+        with pytest.raises(ConfigError, match=r"unknown token_stats 'kept'\. Did you mean 'keep'"):
+            draw_kept("kept")
+
+
+def test_bad_histories_are_not_decoded(pipe: Pipeline) -> None:
+    out = pipe("fox", seed=1)
+    for value, message in (
+        (out.history, r"a list of histories is needed, not History\("),
+        ([], "no histories to decode"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            pipe.decode_images(value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="pil, np, pt or codes"):
+        pipe.decode_images(out.histories, "jpeg")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"model": "no-such"}, "there is no model"),
@@ -206,9 +251,10 @@ def test_bad_from_pretrained(small_model: Path, arguments: dict[str, Any], messa
         Pipeline.from_pretrained(**{"model": small_model, **arguments})
 
 
-def test_pipeline_of_a_name() -> None:
-    with pytest.raises(ConfigError, match=r"use Pipeline.from_pretrained\('tiny'\)"):
-        Pipeline("tiny")  # type: ignore[arg-type]
+def test_pipeline_of_a_name_or_of_another_model() -> None:
+    for value, message in (("tiny", r"not str; .*\('tiny'\)"), (torch.nn.Identity(), r"not Identity; .*\(MODEL\)")):
+        with pytest.raises(ConfigError, match=f"a loaded model, {message}"):
+            Pipeline(value)  # type: ignore[arg-type]
 
 
 def test_float16_on_a_cpu_warns(small_model: Path, caplog: pytest.LogCaptureFixture) -> None:

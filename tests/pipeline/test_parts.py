@@ -86,9 +86,12 @@ def test_failed_assignment_changes_nothing(pipe: Pipeline) -> None:
         ("scheduler", None, "no noise scheduler"),
         ("drafter", "none", "the tree 'none' .* draws without speculation"),
         ("tree", None, "the tree 'none' .* draws without speculation"),
+        ("device", "cuda", r"device cannot be assigned; use pipe.to\(device, dtype\)"),
+        ("weights", "int8", r"weights cannot be assigned; .*from_pretrained\(MODEL, weights='int8'\)"),
+        ("max_batch", 0, "max_batch 0 is impossible; it must be a whole number from 1 to"),
     ],
 )
-def test_assignments_without_effect_are_refused(pipe: Pipeline, name: str, value: object, message: str) -> None:
+def test_wrong_assignments_are_refused(pipe: Pipeline, name: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         setattr(pipe, name, value)
 
@@ -208,3 +211,5 @@ def test_auto_tree_of_a_trained_drafter_follows_measured_costs(
     assert str(tmp_path / "costs.json") in caplog.text, "measuring again is logged too"
     (again,) = json.loads((tmp_path / "costs.json").read_text()).values()
     assert again["plain"] == measured.plain
+    with pytest.raises(ConfigError, match="num_images_per_prompt is 0; use at least 1"):
+        pipe.measure_costs(0)

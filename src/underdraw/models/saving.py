@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from underdraw.errors import CapacityError, ConfigError, UnsupportedError, first_line
-from underdraw.io import as_path, read_json, read_text
+from underdraw.io import as_path, make_folder, read_json, read_text
 from underdraw.models.checkpoint import INDEX_FILES, SAVED_CHOICES_FILE, read_tensors, tensor_shapes
 from underdraw.models.config import UNKNOWN_LICENCE
 from underdraw.models.family import LoadedModel
@@ -48,7 +48,7 @@ def save_checkpoint(
     if model.path.is_dir() and folder.resolve().is_relative_to(model.path.resolve()):
         raise ConfigError(f"{folder} is inside of the model's folder, which would be copied into itself; pass another.")
     companions = _missing_companions(model)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     _check_room((model.path, *([] if drafter_folder is None else [drafter_folder]), *companions), folder.parent)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         copy = Path(temporary) / "model"

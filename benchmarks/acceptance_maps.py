@@ -22,7 +22,7 @@ from underdraw.errors import ConfigError
 from underdraw.history import History
 from underdraw.io import atomic_write_json, unpack_grid
 from underdraw.layout import Layout
-from underdraw.policies.trunk import mean_accepted, neighbourhood
+from underdraw.policies.running_sums import accepted_sums
 
 METHOD = "Jacobi tree, row above"
 INITS = ("above", "left", "above-right", "both", "previous")
@@ -58,8 +58,8 @@ def pass_starts(history: History) -> list[tuple[int, int]]:
 
 def seen_before(history: History, step: int, init: str) -> float:
     """Mean accepted length in a neighbourhood of the root, as a policy sees it."""
-    parts = neighbourhood(history, step, init)
-    return float(np.mean([mean_accepted(history, part) for part in parts]))
+    sums = accepted_sums(history, step)
+    return sums.mean_accepted(sums.neighbourhood(init)) or 0.0
 
 
 def correlations(histories: list[History]) -> dict[str, float]:

@@ -44,6 +44,8 @@ SPECS = (
     "trunk:init=both,nodes=24",
     "trunk:init=random,nodes=8",
     "trunk:rule=paper,init=left",
+    "budget",
+    "budget:tree=8:10.5/16:11,init=both",
 )
 
 

@@ -1,4 +1,4 @@
-"""The running sums of the policy `budget` are those of all cells so far, however often they were extended."""
+"""The sums that `budget` and `trunk` read are those of all cells so far, however often they were extended."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from underdraw.history import History, StepResult
 from underdraw.layout import Layout
 from underdraw.plan import TreePlan, chain_plan
 from underdraw.policies.budget import Budget
-from underdraw.policies.running_sums import PassTable, RunningSums, size_index
-from underdraw.policies.trunk import neighbourhood
+from underdraw.policies.running_sums import AcceptedSums, PassTable, RunningSums, size_index
+from underdraw.policies.trunk import Trunk
+from underdraw.protocols import TreePolicy
 
 LAYOUTS = {"grid": Layout(6, 24, range(8)), "row ends": Layout(6, 24, range(4, 12), prologue=(1, 2), row_end=3)}
-TABLE = PassTable(*np.random.default_rng(5).uniform(0.1, 0.9, (3, 258)).tolist())
+COLUMNS = np.random.default_rng(5).uniform(0.1, 0.9, (3, 258))  # by size: first, scale and spent of a PassTable
+INITS = ("above", "left", "above-right", "both", "previous")
 PLANS = (chain_plan(0), chain_plan(1), chain_plan(7), TreePlan(6, 2, 4, 16))
 KEEP, PLAIN_MS = 0.97, 0.4
 
@@ -34,22 +36,23 @@ def random_history(layout: Layout) -> tuple[History, list[int]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("init", ["above", "left", "above-right", "both", "previous"])
+@pytest.mark.parametrize("init", INITS)
 def test_sums_equal_those_over_all_cells(layout: Layout, init: str) -> None:
     history, roots = random_history(layout)
-    sums, row, start = RunningSums(history, TABLE, PLAIN_MS, KEEP), layout.row_stride, layout.start
+    row, start, forced_depth = layout.row_stride, layout.start, int(layout.row_end is not None)
+    sums = RunningSums(history, PassTable(*COLUMNS.tolist(), PLAIN_MS, forced_depth=forced_depth), KEEP)
     for root in roots:
         sums.extend(history, root)
         cells = range(start, root + 1)
-        is_drafted = history.depth[cells] > int(layout.row_end is not None)
+        is_drafted = history.depth[cells] > forced_depth
         sizes = [size_index(int(history.nodes[cell]), int(history.depth[cell])) for cell in cells]
-        first, scale, spent = (np.array(column)[sizes] for column in TABLE)
+        first, scale, spent = COLUMNS[:, sizes]
         passes = 1 / (history.accepted[cells] + 1)
         assert sums.saved_ms == pytest.approx(((PLAIN_MS - spent * passes) * is_drafted).sum())
         weights = KEEP ** np.arange(len(cells))[::-1]
-        parts = neighbourhood(history, root, init)
-        for part in parts:
-            weights[max(part.start - start, 0) : part.stop - start] = 1 / len(parts)
+        parts = sums.neighbourhood(init)
+        for first_cell, last_cell in parts:
+            weights[first_cell:last_cell] = 1 / len(parts)
         expected = (weights * is_drafted).sum(), (weights * is_drafted * (passes - first) * scale).sum()
         assert sums.weighted(parts) == pytest.approx(expected)
         last = [cell for cell in cells[-row:] if cell > start]
@@ -59,9 +62,33 @@ def test_sums_equal_those_over_all_cells(layout: Layout, init: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_plans_do_not_depend_on_when_sums_were_extended(layout: Layout) -> None:
+@pytest.mark.parametrize("init", INITS)
+def test_mean_accepted_length_is_that_of_the_cells_nearby(layout: Layout, init: str) -> None:
     history, roots = random_history(layout)
-    policy = Budget("1:4.3/8:4.7/16:5/32:5.3", "16:5/32:5.6")
+    sums, row = AcceptedSums(history), layout.row_stride
+    for root in roots:
+        sums.extend(history, root)
+        above, stop = root + 1 - row, root + 1
+        near = {
+            "above": [range(above, stop)],
+            "left": [range(stop - 12, stop)],
+            "above-right": [range(above, above + row // 2)],
+            "both": [range(above, above + row // 2), range(stop - 12, stop)],
+            "previous": [range(root, stop)],
+        }
+        cells = [[c for c in part if c >= 0 and history.pass_index[c] >= 0] for part in near[init]]
+        means = [float(history.accepted[part].mean()) for part in cells if part]
+        assert sums.mean_accepted(sums.neighbourhood(init)) == (sum(means) / len(means) if means else None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "policy",
+    [Budget("1:4.3/8:4.7/16:5/32:5.3", "16:5/32:5.6"), Trunk(), Trunk(24, init="both"), Trunk(rule="paper")],
+    ids=["budget", "trunk", "trunk, both", "trunk, paper"],
+)
+def test_plans_do_not_depend_on_when_sums_were_extended(layout: Layout, policy: TreePolicy) -> None:
+    history, roots = random_history(layout)
     in_order = [policy.plan(history, root) for root in roots]
     alone = []
     for root in reversed(roots):  # an earlier step than that of the sums starts them again

@@ -18,17 +18,16 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from underdraw.errors import ConfigError
 from underdraw.history import History
-from underdraw.layout import Layout
 from underdraw.plan import MAX_NODES, TreePlan, chain_plan
 from underdraw.policies.fixed import NoTree
-from underdraw.policies.running_sums import PassTable, RunningSums
-from underdraw.policies.trunk import Trunk, neighbourhood
+from underdraw.policies.running_sums import Parts, PassTable, RunningSums
+from underdraw.policies.trunk import Trunk
 
 TREE_REACH, TREE_DIFFICULTY = 2.4, 0.72  # the latter: of the difficulty of a chain
 _LARGE_TREE = 64  # nodes, above which more nodes become branches rather than a longer trunk
@@ -84,47 +83,54 @@ class Budget:
             parse_costs(self.tree)
 
     def plan(self, history: History, step: int) -> TreePlan:
-        layout = history.layout
-        # Where row ends are forced, two nodes are plain decoding.
-        sizes = _sizes(self.chain, self.tree, layout.row_stride, layout.row_end is not None)
-        if sizes.has_plain and self._is_paused(history, step, sizes.plain_ms):
+        # The host plans between two passes, and a pass may take less than a millisecond: plain numbers, no arrays.
+        state: _ImageState | None = history.memo.get(_MEMO)
+        if state is None or state.policy is not self or state.sums.start + state.sums.cells > step + 1:
+            state = history.memo[_MEMO] = self._open_state(history)
+        costs, sums = state.costs, state.sums
+        # Where passes are so short that choosing a size costs more than 1 %, plain decoding goes on for a few cells.
+        if (step - sums.start) % costs.pause and history.nodes[step] == 1:
             return _PLAIN.plan(history, step)
-        sums = _running_sums(history, step, sizes)
+        sums.extend(history, step)
         share = min(sums.repeat_share() / _MANY_REPEATS, 1.0)
         most_ms = math.inf
-        if sizes.has_plain:
+        if costs.has_plain:
             # Half of what may be lost, so that one failure is not the last try.
-            most_ms = sizes.plain_ms + self._spare_ms(layout, sums, share) / 2
-            if most_ms < sizes.least_ms:
+            most_ms = costs.plain_ms + self._spare_ms(sums, share) / 2
+            if most_ms < costs.least_ms:
                 return _PLAIN.plan(history, step)
-        best = _cheapest(sizes.all, self._difficulty(history, step, sums, share), most_ms)
+        parts = sums.neighbourhood(self.init)
+        best = _cheapest(costs.sizes, _difficulty(sums, parts, step, share), most_ms)
         if best.is_tree:
-            return _trunk(best.nodes, self.init).plan(history, step)
+            return _trunk(best.nodes, self.init).plan_by_mean(sums.mean_accepted(parts))
         return chain_plan(best.nodes - 1) if best.nodes > 1 else _PLAIN.plan(history, step)
 
-    def _is_paused(self, history: History, step: int, plain_ms: float) -> bool:
-        """Whether plain decoding goes on without another look: where passes are short, looking costs more than 1 %."""
-        cells = min(math.ceil(_PLAN_MS / (0.01 * plain_ms)), _LONGEST_PAUSE)
-        return cells > 1 and (step - history.layout.start) % cells > 0 and int(history.nodes[step]) == 1
+    def _open_state(self, history: History) -> _ImageState:
+        layout = history.layout
+        costs = _read_costs(self.chain, self.tree, layout.row_stride, layout.row_end is not None)
+        keep = 0.5 ** (1 / (_HALF_LIFE * layout.row_stride))
+        return _ImageState(self, costs, RunningSums(history, costs.table, keep))
 
-    def _spare_ms(self, layout: Layout, sums: RunningSums, share: float) -> float:
+    def _spare_ms(self, sums: RunningSums, share: float) -> float:
         """Milliseconds that drafting may lose from here on: what it has saved so far, and the allowance."""
         trust = 1 + _TRUST * max(2 * share - 1, 0.0)
-        allowed = self.allowance * trust * (layout.stop - layout.start) * sums.plain_ms
+        allowed = self.allowance * trust * sums.image_cells * sums.table.plain_ms
         return max(allowed + sums.saved_ms, 0.0)
 
-    def _difficulty(self, history: History, step: int, sums: RunningSums, share: float) -> float:
-        """Difficulty of the cells after `step`, by what passes in the neighbourhood and in all rows above accepted.
 
-        The prior is the difficulty that committed tokens suggest, which costs no pass.
-        """
-        drafted, difficulty = sums.weighted(neighbourhood(history, step, self.init))
-        easy = 1.0 if step - sums.start < sums.row // 3 else share  # too few tokens to tell
-        prior = _HARD_DIFFICULTY + (PRIOR_DIFFICULTY - _HARD_DIFFICULTY) * easy
-        return min(max((difficulty + _PRIOR_CELLS * prior) / (drafted + _PRIOR_CELLS), 0.02), 1.0)
+def _difficulty(sums: RunningSums, parts: Parts, step: int, share: float) -> float:
+    """Difficulty of the cells after `step`, by what passes in the neighbourhood and in all rows above accepted.
+
+    The prior is the difficulty that committed tokens suggest, which costs no pass.
+    """
+    drafted, difficulty = sums.weighted(parts)
+    easy = 1.0 if step - sums.start < sums.row // 3 else share  # too few tokens to tell
+    prior = _HARD_DIFFICULTY + (PRIOR_DIFFICULTY - _HARD_DIFFICULTY) * easy
+    return min(max((difficulty + _PRIOR_CELLS * prior) / (drafted + _PRIOR_CELLS), 0.02), 1.0)
 
 
-class _Size(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Size:
     """A size of draft that a policy may choose; one node is plain decoding."""
 
     nodes: int
@@ -134,28 +140,42 @@ class _Size(NamedTuple):
     factor: float  # of the difficulty, relative to a chain
 
 
-class _Sizes(NamedTuple):
-    """All sizes by measured costs, and the table that finished passes are judged by."""
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """The measured costs of a policy, for images of one layout."""
 
-    all: tuple[_Size, ...]
-    table: PassTable
+    sizes: tuple[_Size, ...]
+    table: PassTable  # that finished passes are judged by
     plain_ms: float  # of the smallest size
     has_plain: bool  # whether that is plain decoding
     least_ms: float  # of the other sizes
+    pause: int  # cells from one choice of a size to the next while decoding is plain
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageState:
+    """What a policy keeps in `History.memo` between the passes of an image."""
+
+    policy: Budget
+    costs: _Costs
+    sums: RunningSums
 
 
 @functools.lru_cache(maxsize=16)
-def _sizes(chain: str, tree: str | None, row: int, has_row_ends: bool) -> _Sizes:
-    """The sizes of a policy for images with `row` tokens in a row."""
-    costs = parse_costs(chain)
-    sizes = list_sizes(costs, parse_costs(tree) if tree else (), row)
-    if has_row_ends:
+def _read_costs(chain: str, tree: str | None, row: int, has_row_ends: bool) -> _Costs:
+    """The costs of a policy for images with `row` tokens in a row."""
+    measured = parse_costs(chain)
+    plain_ms, has_plain = measured[0][1], measured[0][0] == 1
+    sizes = _list_sizes(measured, parse_costs(tree) if tree else (), row)
+    if has_row_ends:  # two nodes are plain decoding
         sizes = tuple(size for size in sizes if size.nodes != 2 or size.is_tree)
     drafts = [size.ms for size in sizes if size.nodes > 1]
-    return _Sizes(sizes, _pass_table(chain, tree, row), costs[0][1], costs[0][0] == 1, min(drafts, default=math.inf))
+    pause = min(math.ceil(_PLAN_MS / (0.01 * plain_ms)), _LONGEST_PAUSE) if has_plain else 1
+    table = _pass_table(chain, tree, row, has_row_ends)
+    return _Costs(sizes, table, plain_ms, has_plain, min(drafts, default=math.inf), pause)
 
 
-def list_sizes(chain: Costs, tree: Costs, row: int) -> tuple[_Size, ...]:
+def _list_sizes(chain: Costs, tree: Costs, row: int) -> tuple[_Size, ...]:
     """Chains and trees of all measured sizes."""
     chains = [
         _Size(nodes, False, ms, _first_passes(nodes, row, False) if nodes > 1 else 1.0, 1.0) for nodes, ms in chain
@@ -164,25 +184,15 @@ def list_sizes(chain: Costs, tree: Costs, row: int) -> tuple[_Size, ...]:
     return (*chains, *trees)
 
 
-def _running_sums(history: History, step: int, sizes: _Sizes) -> RunningSums:
-    """The sums of the cells up to `step`, kept in the history between passes."""
-    sums: RunningSums | None = history.memo.get(_MEMO)
-    if sums is None or sums.table is not sizes.table or sums.start + sums.cells > step + 1:
-        keep = 0.5 ** (1 / (_HALF_LIFE * history.layout.row_stride))
-        sums = history.memo[_MEMO] = RunningSums(history, sizes.table, sizes.plain_ms, keep)
-    sums.extend(history, step)
-    return sums
-
-
-@functools.lru_cache(maxsize=16)
-def _pass_table(chain: str, tree: str | None, row: int) -> PassTable:
+def _pass_table(chain: str, tree: str | None, row: int, has_row_ends: bool) -> PassTable:
     sizes, columns = np.arange(MAX_NODES + 1), []
     for costs, is_tree in ((parse_costs(chain), False), (parse_costs(tree or chain), True)):
         first = np.array([_first_passes(max(nodes, 1), row, is_tree) for nodes in sizes.tolist()])
         scale = 1 / (1 - first) / (TREE_DIFFICULTY if is_tree else 1.0)
         measured, milliseconds = zip(*costs, strict=True)
         columns.append((first, scale, np.interp(sizes, measured, milliseconds)))
-    return PassTable(*(column.tolist() for column in np.concatenate(columns, axis=1)))
+    first, scale, spent = np.concatenate(columns, axis=1).tolist()
+    return PassTable(first, scale, spent, parse_costs(chain)[0][1], forced_depth=int(has_row_ends))
 
 
 _trunk = functools.lru_cache(maxsize=64)(Trunk)  # checking its options takes longer than planning
@@ -190,7 +200,7 @@ _trunk = functools.lru_cache(maxsize=64)(Trunk)  # checking its options takes lo
 
 def cheapest_size(chain: Costs, tree: Costs, difficulty: float, row: int) -> tuple[int, bool]:
     """Nodes, and whether as a tree, with the least milliseconds per token; of nearly equal sizes the largest."""
-    best = _cheapest(list_sizes(chain, tree, row), difficulty)
+    best = _cheapest(_list_sizes(chain, tree, row), difficulty)
     return best.nodes, best.is_tree
 
 
@@ -198,20 +208,18 @@ def _cheapest(sizes: Sequence[_Size], difficulty: float, most_ms: float = math.i
     """The size with the least milliseconds per token, of passes up to `most_ms`; of nearly equal sizes the largest.
 
     A larger window verifies guesses more often before they are needed. Where windows shrink too soon, the next cells
-    look harder than they are, and windows shrink further.
+    look harder than they are, and windows shrink further. `difficulty` is at most 1.
     """
-    best, least, times = sizes[0], math.inf, []
+    times = []
     for size in sizes:
-        hard = difficulty * size.factor
-        spent = size.ms * min(hard + (1 - hard) * size.first, 1.0) if size.ms <= most_ms else math.inf
-        times.append(spent)
-        if spent < least:
-            best, least = size, spent
+        hard, ms = difficulty * size.factor, size.ms
+        times.append(ms * (hard + (1 - hard) * size.first) if ms <= most_ms else math.inf)
+    least = min(times)
+    best, nearly_least, chosen = sizes[times.index(least)], _NEARLY * least, math.inf
     if best.nodes == 1:
         return best
-    chosen = math.inf
     for size, spent in zip(sizes, times, strict=True):
-        if spent <= _NEARLY * least and (size.nodes > best.nodes or (size.nodes == best.nodes and spent < chosen)):
+        if spent <= nearly_least and (size.nodes > best.nodes or (size.nodes == best.nodes and spent < chosen)):
             best, chosen = size, spent
     return best
 

@@ -9,8 +9,8 @@ import torch
 from underdraw import Pipeline
 from underdraw.layout import Layout
 from underdraw.models.family import ImageSize, LoadedModel, SamplingDefaults
+from underdraw.nn.linear import pack_weights
 from underdraw.nn.rope import Rope
-from underdraw.nn.row_invariant import to_input_major
 from underdraw.nn.target import DecoderTarget
 from underdraw.nn.transformer import Arch, Transformer
 from underdraw.protocols import Prompt
@@ -30,7 +30,7 @@ class PaletteTokenizer:
 
 torch.manual_seed(0)
 net = Transformer(Arch(64, 2, 4, 128, CODES.stop, Rope.one_axis(16), outputs=CODES)).eval()
-to_input_major(net)  # the weight layout that makes GEMMs row-invariant on a CPU
+pack_weights(net)  # the layout that makes GEMMs row-invariant on a CPU
 model = LoadedModel(
     family="mosaic",
     name="my-mosaic",

@@ -60,7 +60,10 @@ def _reorder(weight: Tensor) -> Tensor:
 @functools.cache
 @torch.no_grad()
 def is_row_invariant(outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> bool:
-    """Whether products with matrices of this shape give a row the same bits for any number of rows and any position."""
+    """Whether products with matrices of this shape give a row the same bits for any number of rows and any position.
+
+    oneDNN keeps what it compiles for this: 0.5 MB for every number of rows, 28 MB a shape.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(MAX_ROWS, inputs, generator=generator, device="cpu").to(dtype)
     weight = torch.randn(outputs, inputs, generator=generator, device="cpu").to(dtype)

@@ -23,10 +23,11 @@ NODES = (1, 4, 8, 12, 16, 24, 32, 48, 64)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--nodes", type=int, nargs="+", default=NODES)
     parser.add_argument("--times", type=int, default=15, help="passes of each size")
     options = parser.parse_args()
-    model = load_model(open_checkpoint(options.model), resolve_placement("cpu", "auto"))
+    model = load_model(open_checkpoint(options.model), resolve_placement("cpu", options.dtype))
     size = model.sizes[0]
     layout, target = model.make_layout(size), model.target
     session = target.open([model.make_prompt("a ghost", None, size)], layout, guidance=model.defaults.guidance)

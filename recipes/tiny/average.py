@@ -7,15 +7,20 @@ drew well and the later one has not seen again.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import Tensor
 
 from underdraw.cli.app import main
 from underdraw.errors import ConfigError
+from underdraw.io import atomic_write_text, read_text
 from underdraw.nn.weights import load_weights, save_weights
 
+TEXT_FILE = "text.json"  # the text vocabulary, in the folder of the decoder
 app = typer.Typer(add_completion=False)
 
 
@@ -28,13 +33,21 @@ def average(
 ) -> None:
     """Write the weighted mean of two decoders of one architecture."""
     (first, about), (second, about_after) = load_weights(before), load_weights(after)
-    if {name: value.shape for name, value in first.items()} != {name: value.shape for name, value in second.items()}:
-        raise ConfigError(f"{before} and {after} have other shapes; average two stages of one training.")
+    texts = [read_text(folder / TEXT_FILE, "a text vocabulary") for folder in (before, after)]
+    if {**about, "progress": None} != {**about_after, "progress": None} or _shapes(first) != _shapes(second):
+        raise ConfigError(f"{before} and {after} have other shapes or settings; average two stages of one training.")
+    if texts[0] != texts[1]:
+        raise ConfigError(f"{before} and {after} read captions differently; average two stages of one training.")
     mean = {name: first[name].float().lerp(second[name].float(), share) for name in first}
-    progress: dict[str, Any] = {**about_after["progress"], "averaged": share}
-    progress.setdefault("before", about["progress"])
+    progress: dict[str, Any] = {**about_after.get("progress", {}), "averaged": share}
+    progress.setdefault("before", about.get("progress", {}))
     save_weights(out, mean, {**about_after, "progress": progress}, "int8")
+    atomic_write_text(out / TEXT_FILE, texts[0])
     print(f"{out}: {1 - share:g} of {before} and {share:g} of {after}")
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in weights.items()}
 
 
 if __name__ == "__main__":

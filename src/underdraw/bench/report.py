@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import os
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from underdraw.extras import require_package
 from underdraw.io import atomic_write_text, read_json, read_text
 
 REPORT = "report.html"
+_PAGE_COLUMNS = 150
 BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.S)
 TEMPLATE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>underdraw bench: {{ title }}</title>
@@ -62,11 +64,22 @@ def to_markdown(sections: Sequence[Section], base: Path | None = None) -> str:
         if section.only_in_report:
             continue
         parts += [f"### {section.heading}"] if section.heading else []
-        parts += [section.text, markdown_table(section.table) if section.table else "", section.note]
+        parts += [
+            _wrapped(section.text),
+            markdown_table(section.table) if section.table else "",
+            _wrapped(section.note),
+        ]
         if section.figure:
             link = Path(os.path.relpath(section.figure, base)).as_posix() if base else section.figure.as_posix()
             parts.append(f"![{FIGURE_TITLES[section.figure.stem]}]({link})")
     return "\n\n".join(part for part in parts if part)
+
+
+def _wrapped(text: str) -> str:
+    """Text with its long lines broken, for pages that are read as text too."""
+    return "\n".join(
+        textwrap.fill(line, _PAGE_COLUMNS, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
+    )
 
 
 def to_html(title: str, sections: Sequence[Section]) -> str:

@@ -241,9 +241,11 @@ def main() -> None:
         job = Job(model, dtype, int(layers), int(tokens))
         return run_job(job, options.out / "parts" / f"{job.name}-{dtype}.json", float(seconds), options.toy)
     toys = [Job("random:toy", DTYPES[2], layers) for layers in (1, 0)]
-    jobs = [job for job in all_jobs(options.tiny) if options.only is None or job.name in options.only]
-    if not jobs:
-        parser.error(f"--only {' '.join(options.only)}: there are {sorted({job.name for job in all_jobs('tiny')})}.")
+    jobs = all_jobs(options.tiny)
+    names = sorted({job.name for job in jobs})
+    if unknown := set(options.only or ()) - set(names):
+        parser.error(f"--only {' '.join(sorted(unknown))}: there are {', '.join(names)}.")
+    jobs = [job for job in jobs if options.only is None or job.name in options.only]
     start_jobs(toys if options.toy else jobs, options)
     merge(options.out)
 

@@ -27,6 +27,7 @@ from underdraw.errors import CheckpointError, ConfigError, UnderdrawError
 
 UNFINISHED = ".*.part"  # glob pattern of the temporary files of `atomic_write`
 LOCK_FILE = ".underdraw.lock"  # only on file systems that cannot lock a folder
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 MAX_JSON_BYTES = 2**28  # the largest published set of captions has 92 MB
 MAX_JSON_DEPTH = 64
 MAX_GRID_SIDE = 2**14  # cells of a code grid

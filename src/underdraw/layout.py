@@ -34,13 +34,20 @@ class Layout:
         if not isinstance(self.codes, range) or self.codes.step != 1 or len(self.codes) < 2 or self.codes.start < 0:
             raise ConfigError(f"codes {self.codes} must be a range of at least 2 consecutive token ids.")
         for name, ids in (("prologue", self.prologue), ("epilogue", self.epilogue)):
+            if not isinstance(ids, tuple) or not all(isinstance(i, int) for i in ids):
+                raise ConfigError(f"{name} {ids!r} must be a tuple of token ids.")
             if any(i < 0 or i in self.codes for i in ids):
                 raise ConfigError(
                     f"{name} {ids} holds a negative id or an image code; forced tokens must lie outside {self.codes}."
                 )
-        if self.preview is not None and (min(self.preview) < 1 or self.row_end is not None):
-            raise ConfigError(f"a preview of {self.preview} codes needs two sides of at least 1 and no row ends.")
-        if self.row_end is not None and (self.row_end < 0 or self.row_end in self.codes):
+        if self.preview is not None:
+            is_pair = isinstance(self.preview, tuple) and len(self.preview) == 2
+            if not is_pair or self.row_end is not None:
+                raise ConfigError(f"a preview of {self.preview!r} codes must be (rows, columns), and has no row ends.")
+            check_counts("a preview", MAX_SIDE, rows=self.preview[0], columns=self.preview[1])
+        if self.row_end is not None and (
+            not isinstance(self.row_end, int) or self.row_end < 0 or self.row_end in self.codes
+        ):
             raise ConfigError(f"row_end {self.row_end} must be a token id outside the image codes {self.codes}.")
 
     @property

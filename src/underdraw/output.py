@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from underdraw import __version__
 from underdraw.errors import CheckpointError, ConfigError
 from underdraw.history import History, check_history_list
-from underdraw.io import as_path, make_folder
+from underdraw.io import IMAGE_SUFFIXES, as_path, make_folder
 from underdraw.protocols import ImageTokenizer, PromptedImageTokenizer
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 OutputType = Literal["pil", "np", "pt", "codes"]
 """list[PIL.Image], array (B, H, W, 3) in [0, 1], tensor (B, 3, H, W) in [0, 1], or codes (B, rows, cols)."""
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 GREY = 128 / 255  # of cells that are not drawn yet
 ImagesT = TypeVar("ImagesT")  # what `output_type` says
 
@@ -137,7 +137,7 @@ class PipelineOutput(Generic[ImagesT]):
 
     def _check_index(self, index: object) -> None:
         count = len(self.prompts)
-        if not isinstance(index, int) or not -count <= index < count:
+        if not isinstance(index, Integral) or not -count <= int(index) < count:
             raise ConfigError(f"there is no image {index!r}; the call drew {count}, from 0 on.")
 
     def _pil_images(self, caller: str) -> list[Image]:

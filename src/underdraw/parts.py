@@ -158,7 +158,7 @@ class PipelineParts:
         """
         from tqdm.std import tqdm
 
-        allowed = inspect.signature(tqdm.__init__).parameters.keys() - {"self", "kwargs"}
+        allowed = inspect.signature(tqdm.__init__).parameters.keys() - {"self", "kwargs", "iterable", "total"}
         check_options("the progress bar", options, allowed, {})
         self._progress_bar = options
 

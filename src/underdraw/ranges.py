@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
 
 from underdraw.errors import ConfigError
@@ -16,6 +17,17 @@ def check_integer(name: str, value: object) -> None:
     """Raise a ConfigError unless a value is a whole number."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ConfigError(f"{name} {value!r} is not a whole number; pass an int.")
+
+
+def check_seeds(seeds: object) -> list[int]:
+    """The seeds of a batch as a list; raises a ConfigError unless they are whole numbers from 0 to MAX_SEED."""
+    if not isinstance(seeds, Iterable):
+        raise ConfigError(f"seeds {seeds!r} must be a list of whole numbers, one per image.")
+    values = list(seeds)
+    for value in values:
+        if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= MAX_SEED:
+            raise ConfigError(f"seed {value!r} is not allowed; use whole numbers from 0 to 2**62 - 1.")
+    return [int(value) for value in values]
 
 
 def check_real(name: str, value: object) -> None:

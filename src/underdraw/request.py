@@ -14,7 +14,7 @@ import torch
 from underdraw.errors import ConfigError
 from underdraw.models.config import ImageSize
 from underdraw.prompts import check_prompt, check_text
-from underdraw.ranges import MAX_IMAGES, MAX_SEED, check_guidance, check_integer, check_sampling
+from underdraw.ranges import MAX_IMAGES, check_guidance, check_integer, check_sampling, check_seeds
 
 Seed = int | Sequence[int] | None
 Generator = torch.Generator | Sequence[torch.Generator] | None
@@ -151,10 +151,7 @@ def resolve_seeds(seed: Seed, generator: Generator, images: int) -> list[int]:
     if len(seeds) != images:
         kind = "seed" if generator is None else "generator"
         raise ConfigError(f"{len(seeds)} {kind}s came with {images} images; pass one {kind}, or one per image.")
-    for value in seeds:
-        if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= MAX_SEED:
-            raise ConfigError(f"seed {value!r} is not allowed; use whole numbers from 0 to 2**62 - 1.")
-    return [int(value) for value in seeds]
+    return check_seeds(seeds)
 
 
 def _initial_seed(generator: object) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
@@ -29,7 +29,7 @@ from torch import Tensor
 from underdraw.constants import arange_cached
 from underdraw.errors import ConfigError
 from underdraw.layout import Layout
-from underdraw.ranges import MAX_SEED, check_sampling
+from underdraw.ranges import check_sampling, check_seeds
 
 NoiseStream = Literal["target", "draft", "accept"]
 _STREAM_IDS: dict[NoiseStream, int] = {"target": 0, "draft": 1, "accept": 2}
@@ -90,17 +90,14 @@ class Sampler:
         device: str | torch.device = "cpu",
     ) -> None:
         check_sampling(temperature, top_k, top_p)
-        if not isinstance(seeds, Iterable):
-            raise ConfigError(f"seeds {seeds!r} must be a list of whole numbers, one per image.")
+        seeds = check_seeds(seeds)
         if not seeds:
             raise ConfigError("there are no seeds; a batch needs one seed per image.")
-        if any(seed != int(seed) or not 0 <= seed <= MAX_SEED for seed in seeds):
-            raise ConfigError(f"seeds {list(seeds)} must be whole numbers from 0 to 2**62 - 1.")
         self.layout = layout
         self.temperature = float(temperature)
         self.top_k = top_k if top_k < len(layout.codes) else 0
         self.top_p = float(top_p)
-        self.seeds = torch.tensor(list(seeds), dtype=torch.int64, device=device)  # (B,)
+        self.seeds = torch.tensor(seeds, dtype=torch.int64, device=device)  # (B,)
         self.noise_tables: dict[NoiseStream, Tensor] = {}  # (B, steps, V or uniform numbers), see `precompute_noise`
 
     def copy(self) -> Sampler:

@@ -124,3 +124,5 @@ def test_progress_bar_takes_options_of_tqdm(pipe: Pipeline, capsys: pytest.Captu
     assert "drawing" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"unknown option of the progress bar 'dessc'\. Did you mean 'desc'"):
         pipe.set_progress_bar_config(dessc="drawing")
+    with pytest.raises(ConfigError, match="total"):  # the pipeline's own
+        pipe.set_progress_bar_config(total=5)

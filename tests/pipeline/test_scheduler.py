@@ -173,11 +173,13 @@ def test_bad_requests_are_refused_before_they_are_queued(pipe: Pipeline) -> None
         with pytest.raises(ConfigError, match="at least 1"):
             Scheduler(pipe, slots=slots)  # type: ignore[arg-type]
     scheduler = Scheduler(pipe)
-    for request in ("a fox", None):
+    for request in ("a fox", None, pipe("fox", seed=1, output_type="codes")):
         with pytest.raises(ConfigError, match="takes a request"):
             scheduler.add(request)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"cancel\(\) takes the images that add\(\) returned, not ScheduledImage"):
         scheduler.cancel(scheduler.add(pipe.request("fox"))[0])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"cancel\(\) takes the images that add\(\) returned, not \[\[1\]\]"):
+        scheduler.cancel([[1]])  # type: ignore[list-item]
     pipe.verifier, pipe.proposal = "rejection", "coupled"
     with pytest.raises(ConfigError, match="bias"):
         Scheduler(pipe)

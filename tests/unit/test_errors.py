@@ -129,6 +129,11 @@ BAD = [
     Bad("one code", lambda: Layout(2, 2, range(4, 5)), ("range(4, 5)", "at least 2")),
     Bad("code in prologue", lambda: Layout(2, 2, CODES, prologue=(1, 5)), ("prologue (1, 5)", "outside range(4, 12)")),
     Bad("negative epilogue", lambda: Layout(2, 2, CODES, epilogue=(-1,)), ("epilogue (-1,)", "negative")),
+    Bad("prologue as number", lambda: Layout(2, 2, CODES, prologue=3), ("prologue 3", "tuple of token ids")),  # type: ignore[arg-type]
+    Bad("epilogue as text", lambda: Layout(2, 2, CODES, epilogue=("a",)), ("epilogue ('a',)", "tuple of token ids")),  # type: ignore[arg-type]
+    Bad("row end as text", lambda: Layout(2, 2, CODES, row_end="a"), ("row_end a", "must be a token id")),  # type: ignore[arg-type]
+    Bad("preview as number", lambda: Layout(2, 2, CODES, preview=3), ("preview of 3", "(rows, columns)")),  # type: ignore[arg-type]
+    Bad("empty preview", lambda: Layout(2, 2, CODES, preview=(0, 2)), ("rows 0", "from 1 to 1024")),
     Bad("code as row end", lambda: Layout(2, 2, CODES, row_end=5), ("row_end 5", "outside", "range(4, 12)")),
     Bad("cell outside", lambda: LAYOUT.step(2, 0), ("(2, 0)", "outside the 2 x 3 grid")),
     Bad("half an image", lambda: LAYOUT.grid(torch.zeros(5)), ("5 tokens", "has 6")),
@@ -145,7 +150,11 @@ BAD = [
     Bad("top_p nan", lambda: Sampler(LAYOUT, [0], top_p=math.nan), ("top_p nan", "(0, 1]")),
     Bad("one seed", lambda: Sampler(LAYOUT, 7), ("seeds 7", "a list of whole numbers")),  # type: ignore[arg-type]
     Bad("no seeds", lambda: Sampler(LAYOUT, []), ("no seeds", "one seed per image")),
-    Bad("negative seed", lambda: Sampler(LAYOUT, [3, -1]), ("[3, -1]", "0 to 2**62 - 1")),
+    Bad("negative seed", lambda: Sampler(LAYOUT, [3, -1]), ("seed -1", "0 to 2**62 - 1")),
+    Bad("seed as text", lambda: Sampler(LAYOUT, ["abc"]), ("seed 'abc'", "whole numbers")),  # type: ignore[list-item]
+    Bad("seed in a list", lambda: Sampler(LAYOUT, [[1]]), ("seed [1]", "whole numbers")),  # type: ignore[list-item]
+    Bad("seed of a fraction", lambda: Sampler(LAYOUT, [0.5]), ("seed 0.5", "whole numbers")),  # type: ignore[list-item]
+    Bad("seed true", lambda: Sampler(LAYOUT, [True]), ("seed True", "whole numbers")),
     Bad("huge seed", lambda: Sampler(LAYOUT, [2**62]), (str(2**62), "0 to 2**62 - 1")),
     # Combinations.
     Bad(

@@ -205,3 +205,8 @@ def test_large_noise_tables_are_not_precomputed(monkeypatch: pytest.MonkeyPatch)
     sampler = Sampler(PLAIN, [3])
     sampler.precompute_noise(sampler.seeds)
     assert not sampler.noise_tables
+
+
+def test_seeds_may_come_from_a_generator() -> None:
+    """Each is drawn once, so that checking them does not use them up."""
+    assert Sampler(Layout(2, 2, range(8)), (seed for seed in range(3))).seeds.tolist() == [0, 1, 2]  # type: ignore[arg-type]

@@ -122,7 +122,7 @@ class Scheduler:
         Tokens are recorded in `histories`, one per image, which the caller may pass in. May be called from any thread.
         """
         model = self.pipe.model
-        if not hasattr(request, "prompts"):
+        if not hasattr(request, "select"):  # an output of the pipeline has prompts as well
             raise ConfigError(f"add() takes a request, not {request!r}; make one with pipe.request(PROMPT, seed=0).")
         for text in request.prompts:
             model.check_prompt(text)
@@ -143,10 +143,11 @@ class Scheduler:
 
     def cancel(self, images: Iterable[ScheduledImage]) -> None:
         """Stop drawing images before the next pass; those that have ended stay as they are. From any thread."""
-        if not isinstance(images, Iterable):
+        listed = list(images) if isinstance(images, Iterable) else None
+        if listed is None or not all(isinstance(image, ScheduledImage) for image in listed):
             raise ConfigError(f"cancel() takes the images that add() returned, not {images!r}.")
         with self._lock:
-            self._cancelled.update(images)
+            self._cancelled.update(listed)
 
     @property
     def running(self) -> int:

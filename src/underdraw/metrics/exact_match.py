@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from underdraw.errors import ConfigError
 from underdraw.images import read_image
-from underdraw.io import JsonlStore, unpack_grid
+from underdraw.io import IMAGE_SUFFIXES, JsonlStore, unpack_grid
 from underdraw.shards import ImageSource, find_shards, list_shard, read_source
 
 METADATA = ("metadata.jsonl", "manifest.jsonl")  # the second was written by version 0.1
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 @dataclass(frozen=True, slots=True)

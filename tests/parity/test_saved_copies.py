@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import checkpoint_writers
+import newer_checkpoint_writers
 import pytest
 
-from underdraw.errors import CapacityError, ConfigError
+from underdraw.errors import CapacityError, CheckpointError, ConfigError
 from underdraw.pipeline import Pipeline
 
 
@@ -57,3 +58,30 @@ def test_room_is_needed_for_companions_too(folder: Path, monkeypatch: pytest.Mon
         pipe.save_pretrained(folder.parent / "copy")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
     assert (pipe.save_pretrained(folder.parent / "copy") / "companions" / "vqgan.ckpt").exists()
+
+
+def test_text_tokenizer_of_another_folder_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anole's in the layout of LANTERN, which no repository of the hub has in its place."""
+    checkpoint_writers.write_anole(tmp_path / "anole")
+    others = tmp_path / "files" / "chameleon" / "tokenizer"
+    others.mkdir(parents=True)
+    tokenizer = (tmp_path / "anole" / "tokenizer.json").rename(others / "text_tokenizer.json")
+    monkeypatch.setenv("UNDERDRAW_FILES", str(tmp_path / "files"))
+    pipe = load(tmp_path / "anole")
+    copy = pipe.save_pretrained(tmp_path / "far" / "copy")
+    monkeypatch.delenv("UNDERDRAW_FILES")
+    sizes = pipe.model.sizes
+    assert load(copy).model.make_prompt("a fox", None, sizes[0]) == pipe.model.make_prompt("a fox", None, sizes[0])
+    monkeypatch.setenv("UNDERDRAW_FILES", str(tmp_path / "files"))
+    tokenizer.unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json, which .*anole needs, is gone"):
+        pipe.save_pretrained(tmp_path / "far" / "other")
+
+
+def test_text_tokenizer_beside_the_decoder_of_glm_image_is_copied(tmp_path: Path) -> None:
+    """With its chat template; the folder of the decoder alone has neither."""
+    newer_checkpoint_writers.write_glm_image(tmp_path / "glm")
+    pipe = load(tmp_path / "glm" / "vision_language_encoder")
+    copy = load(pipe.save_pretrained(tmp_path / "far" / "copy"))
+    size = pipe.model.sizes[0]
+    assert copy.model.make_prompt("a fox", None, size) == pipe.model.make_prompt("a fox", None, size)

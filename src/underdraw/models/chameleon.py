@@ -89,7 +89,9 @@ def load_chameleon_text(checkpoint: Checkpoint, hub_id: str | None = None) -> En
     `hub_id` is the file that is downloaded if the checkpoint has none of them.
     """
     names = ["tokenizer.json", *(f"{folder}text_tokenizer.json" for folder in _COMPANION_FOLDERS)]
-    path = checkpoint.find_companion(names) if hub_id is None else checkpoint.find_or_download(names, hub_id)
+    if hub_id is not None:
+        return load_text_tokenizer(checkpoint.find_or_download(names, hub_id)).encode
+    path = checkpoint.find_companion(checkpoint.declare_companion(names, None).candidates)
     if path is None:
         raise CheckpointError(
             f"{checkpoint.name} has no text tokenizer; put its tokenizer.json or Meta's text_tokenizer.json into "

@@ -48,10 +48,10 @@ INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A file or folder that a model needs and its authors publish elsewhere."""
+    """A file or folder that a model needs and that may be outside of its folder."""
 
     names: tuple[str, ...]  # where it may be, relative to the folders that are searched
-    hub_id: str  # `owner/name` or `owner/name/file`
+    hub_id: str | None  # `owner/name` or `owner/name/file`, where the authors publish it; None: it is not downloaded
 
     @property
     def folder_name(self) -> str:
@@ -61,7 +61,7 @@ class Companion:
     @property
     def candidates(self) -> tuple[str, ...]:
         """All names to search for: one that is a whole repository may have been saved as a folder."""
-        is_repository = self.hub_id.count("/") == 1
+        is_repository = self.hub_id is not None and self.hub_id.count("/") == 1
         return (*self.names, self.folder_name) if is_repository else self.names
 
 
@@ -141,7 +141,7 @@ class Checkpoint:
                 f"{COMPANION_FOLDERS}; and {error}"
             ) from error
 
-    def declare_companion(self, names: Sequence[str], hub_id: str) -> Companion:
+    def declare_companion(self, names: Sequence[str], hub_id: str | None) -> Companion:
         """Record that the model needs a companion, so that saved copies include it."""
         companion = Companion(tuple(names), hub_id)
         if companion not in self.companions:

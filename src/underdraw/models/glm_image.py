@@ -23,6 +23,7 @@ from underdraw.models.checkpoint import Checkpoint
 from underdraw.models.config import ImageSize, Placement, PublishedCheckpoint, SamplingDefaults, SizeRange
 from underdraw.models.family import Family, LoadedModel, MakePrompt, ModelSpec
 from underdraw.models.glm_image_pixels import DiffusionDecoder, check_diffusers
+from underdraw.models.hub import COMPANIONS
 from underdraw.models.text_tokenizers import load_text_tokenizer
 from underdraw.models.transformers_layout import (
     decoder_arch,
@@ -200,10 +201,13 @@ def _prompt_builder(checkpoint: Checkpoint) -> MakePrompt:
     """The chat template's text, the sizes of both grids and the image start token."""
     image_start = int(_decoder_checkpoint(checkpoint).config.get("image_start_token_id", IMAGE_START))
     folder = checkpoint.folder
-    folders = (folder / TEXT_FOLDER, folder, folder.parent / TEXT_FOLDER)
+    beside = folder.parent / TEXT_FOLDER  # of the decoder's folder in a whole pipeline
+    folders = (folder / TEXT_FOLDER, folder, folder / COMPANIONS / TEXT_FOLDER, beside)
     path = next((parent / "tokenizer.json" for parent in folders if (parent / "tokenizer.json").exists()), None)
     if path is None:
         raise CheckpointError(f"{checkpoint.name} has no text tokenizer; put tokenizer.json into {folders[0]}.")
+    if path.parent == beside:
+        checkpoint.declare_companion([TEXT_FOLDER], None)
     encode = load_text_tokenizer(path, add_special_tokens=True).encode
     settings = Checkpoint(path.parent, checkpoint.name).read_json("tokenizer_config.json")
     begin, end = settings.get("grid_bos_token", "<sop>"), settings.get("grid_eos_token", "<eop>")

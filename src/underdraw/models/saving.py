@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from underdraw.errors import CapacityError, ConfigError, UnsupportedError, first_line
+from underdraw.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError, first_line
 from underdraw.io import as_path, make_folder, read_json, read_text
 from underdraw.models.checkpoint import INDEX_FILES, SAVED_CHOICES_FILE, read_tensors, tensor_shapes
 from underdraw.models.config import UNKNOWN_LICENCE
@@ -129,9 +129,14 @@ def _missing_companions(model: LoadedModel) -> dict[Path, str]:
     if source is None:
         return {}
     for companion in source.companions:
-        if source.path.is_file() or source.find_companion(companion.candidates, nearby=False) is None:
+        if not source.path.is_file() and source.find_companion(companion.candidates, nearby=False) is not None:
+            continue
+        path = source.find_companion(companion.candidates)
+        if path is None and companion.hub_id is not None:
             path = source.find_or_download(companion.names, companion.hub_id)
-            missing[path] = path.name if path.is_file() else companion.folder_name
+        if path is None:
+            raise CheckpointError(f"{companion.names[0]}, which {model.name} needs, is gone; load the model again.")
+        missing[path] = path.name if path.is_file() else companion.folder_name
     return missing
 
 
@@ -213,8 +218,10 @@ def _describe_companions(model: LoadedModel, folder: Path) -> str:
     """Whose files a saved folder holds besides the model's own."""
     if model.checkpoint is None or not (folder / COMPANIONS).exists():
         return ""
-    repositories = sorted({"/".join(companion.hub_id.split("/")[:2]) for companion in model.checkpoint.companions})
-    names = ", ".join(f"`{name}`" for name in repositories)
+    hub_ids = [companion.hub_id for companion in model.checkpoint.companions if companion.hub_id is not None]
+    if not hub_ids:
+        return ""
+    names = ", ".join(f"`{name}`" for name in sorted({"/".join(hub_id.split("/")[:2]) for hub_id in hub_ids}))
     return f"\n`{COMPANIONS}` holds files of {names}, under their own licences.\n"
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers import GenerationConfig
 from transformers_inputs import IMAGE_START, PAD, START, chameleon_model, emu3_inputs, glm_inputs, janus_inputs
 
 from underdraw.errors import ConfigError
@@ -33,6 +34,21 @@ def test_greedy_janus_equals_transformers(janus: Any, tree: str) -> None:
     expected = janus.generate(**janus_inputs(), generation_mode="image", do_sample=False)
     drawn = janus.generate(**janus_inputs(), custom_generate=custom_generate, do_sample=False, tree=tree)
     assert torch.equal(drawn, expected)
+
+
+def test_guidance_of_janus_is_the_models(janus: Any) -> None:
+    """Its text mode drops the call's scale before `custom_generate` sees it; a folder of the hub does see it."""
+    folder = str(Path(__file__).parents[2] / "integrations" / "hub")
+    own: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": False}
+    hub = {**own, "custom_generate": folder, "trust_remote_code": True}
+    model = copy.deepcopy(janus)
+    expected = model.generate(**janus_inputs(), **own, guidance=3)
+    assert not torch.equal(expected, model.generate(**janus_inputs(), **own))
+    config = GenerationConfig(**{**model.generation_config.to_dict(), "guidance_scale": 3})
+    assert torch.equal(model.generate(**janus_inputs(), **hub, guidance_scale=3), expected)
+    assert torch.equal(model.generate(**janus_inputs(), **hub, generation_config=config), expected)
+    model.generation_config.guidance_scale = 3
+    assert torch.equal(model.generate(**janus_inputs(), **own), expected)
 
 
 @pytest.mark.parametrize("tree", ["none", "chain:depth=5"])
@@ -115,7 +131,7 @@ def test_distribution_is_that_of_transformers(temperature: float, top_k: int, to
         theirs = transformers.TopKLogitsWarper(top_k)(None, theirs)
     if top_p < 1:
         theirs = transformers.TopPLogitsWarper(top_p)(None, theirs)
-    config = transformers.GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
+    config = GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
     sampler = Sampler(Layout(4, 4, range(200)), [0], **integration._sampling(config, 200))
     ours = sampler.filter_logits(logits)
     torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), atol=1e-6, rtol=0)

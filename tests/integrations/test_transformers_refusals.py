@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers_inputs import IMAGE_START, emu3_inputs, glm_inputs, janus_inpu
 
 from underdraw.errors import ConfigError, UnsupportedError
 from underdraw.integrations.transformers import custom_generate
+
+HUB = str(Path(__file__).parents[2] / "integrations" / "hub")
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,33 @@ def test_processors_that_would_be_ignored_are_refused(janus: Any) -> None:
         janus.generate(**janus_inputs(), custom_generate=custom_generate, repetition_penalty=1.5)
     with pytest.raises(UnsupportedError, match="num_beams 3"):  # transformers would repeat the rows
         janus.generate(**janus_inputs(), custom_generate=custom_generate, num_beams=3)
+
+
+@pytest.mark.parametrize("name", ["output_scores", "output_logits", "output_attentions", "output_hidden_states"])
+def test_outputs_that_are_not_recorded_are_refused(janus: Any, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"does not record what {name} asks for"):
+        janus.generate(**janus_inputs(), custom_generate=custom_generate, return_dict_in_generate=True, **{name: True})
+    options: dict[str, Any] = {"custom_generate": custom_generate, "tree": "none", name: True}
+    assert janus.generate(**janus_inputs(), **options).shape == (2, 16)  # transformers does not return them either
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("streamer", SimpleNamespace(put=lambda _: None, end=lambda: None)),
+        ("logits_processor", [lambda _, scores: scores]),
+        ("negative_prompt_ids", torch.tensor([[1, 20, IMAGE_START]])),
+    ],
+)
+def test_arguments_that_only_a_folder_sees_are_refused(janus: Any, name: str, value: Any) -> None:
+    """As transformers calls it where the model's repository has the folder."""
+    generate = janus.load_custom_generate(HUB, trust_remote_code=True)
+    with pytest.raises(UnsupportedError, match=f"cannot apply {name} to this model"):
+        generate(model=janus, **janus_inputs(), **{name: value})
+    if name != "logits_processor":
+        options: dict[str, Any] = {"custom_generate": HUB, "trust_remote_code": True, name: value}
+        with pytest.raises(UnsupportedError, match=f"cannot apply {name} to this model"):
+            janus.generate(**janus_inputs(), **options)
 
 
 def test_weights_that_are_elsewhere_are_refused(janus: Any, monkeypatch: pytest.MonkeyPatch) -> None:

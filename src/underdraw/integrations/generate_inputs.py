@@ -13,6 +13,7 @@ from underdraw.models import glm_image
 
 Grid = tuple[int, int]  # rows and columns of codes
 MAX_SIDE = 512  # codes; no published model draws half of it
+_RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # Logits processors whose effect is known: sampling parameters, guidance and the tokens that an image's layout allows.
 _KNOWN_PROCESSORS = {
     "TemperatureLogitsWarper",
@@ -63,11 +64,27 @@ def check_arguments(input_ids: Any, mask: Any, names: Mapping[str, Any], grid: A
 
 
 def check_generation_config(config: Any) -> None:
-    """Raise an error if there is none, or one for beam search."""
+    """Raise an error if there is none, or one for beam search or for outputs that are not recorded."""
     if config is None:
         raise ConfigError("there is no generation_config; call model.generate(..., custom_generate=custom_generate).")
     if (config.num_beams or 1) > 1:
         raise UnsupportedError(f"num_beams {config.num_beams} was given, but images are drawn without beams.")
+    recorded = [name for name in _RECORDS if getattr(config, name, None)]
+    if config.return_dict_in_generate and recorded:
+        raise UnsupportedError(f"custom_generate does not record what {recorded[0]} asks for; leave it out.")
+
+
+def check_raw_arguments(model_type: str, arguments: Mapping[str, Any]) -> None:
+    """Raise an UnsupportedError for arguments of `generate` that transformers would not hand over to custom_generate.
+
+    Only a folder of the hub sees them: Janus' `generate` drops logits processors and guidance, no model's hands over a
+    streamer.
+    """
+    dropped = ("logits_processor", "negative_prompt_ids") if model_type == "janus" else ()
+    for name in ("streamer", *dropped):
+        value = arguments.get(name)
+        if value is not None and (not isinstance(value, list) or value):
+            raise UnsupportedError(f"custom_generate cannot apply {name} to this model; leave it out.")
 
 
 def check_condition_images(kwargs: Mapping[str, Any]) -> None:

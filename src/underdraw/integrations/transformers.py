@@ -248,7 +248,7 @@ def custom_generate(
     adapter = wrapped.adapter
     size = adapter.image_size(wrapped.spec, image_size, model_kwargs)
     layout = wrapped.spec.make_layout(size)
-    scale = _resolve_guidance(adapter, guidance, generation_config, processors)
+    scale = _resolve_guidance(adapter, guidance, generation_config, processors, model)
     rows = strip_padding(input_ids, mask)
     check_rows(rows, wrapped.spec.arch.vocab, adapter.image_start(wrapped.config, generation_config))
     check_codes_allowed(processors, layout.codes, input_ids)
@@ -300,10 +300,13 @@ def _check_weights(model: Any) -> None:
         raise UnsupportedError(f"{type(model).__name__} has adapters; merge them first (merge_and_unload).")
 
 
-def _resolve_guidance(adapter: Adapter, guidance: float | None, config: Any, processors: Sequence[Any]) -> float:
-    scales = (guidance, *(getattr(item, "guidance_scale", None) for item in processors))
-    configured = getattr(config, "guidance_scale", None)
-    scale = float(next((scale for scale in (*scales, configured, adapter.guidance) if scale is not None), 1.0))
+def _resolve_guidance(
+    adapter: Adapter, guidance: float | None, config: Any, processors: Sequence[Any], model: Any
+) -> float:
+    """The first scale that is set; `config` is the call's, from which Janus' `generate` removes it."""
+    sources = [*processors, config, *([] if adapter.guidance is None else [model.generation_config])]
+    scales = (guidance, *(getattr(source, "guidance_scale", None) for source in sources), adapter.guidance)
+    scale = float(next((scale for scale in scales if scale is not None), 1.0))
     if scale != 1 and not adapter.has_guidance:
         raise UnsupportedError(f"guidance {scale:g} was given, but this model has no guidance; leave it out.")
     return scale

@@ -46,3 +46,12 @@ def test_quantised_decoding_is_exact(weights: QuantizedFormat) -> None:
     subject = load_subject("random:toy", Placement(device, torch.bfloat16, weights), 4)
     rows = measure_matrix(subject, list(settings((8, 64), (1, 4))), (1.0,), 4, make_graph_cache(device, "auto"))
     assert all(row["pictures_equal"] == row["pictures"] for row in rows), rows
+
+
+def test_a_loaded_model_holds_words() -> None:
+    """Of the embedded family too, whose matrices are quantised on the host: every pass would convert them again."""
+    from underdraw import Pipeline
+    from underdraw.nn.quantization import quantized_linears
+
+    pipe = Pipeline.from_pretrained("tiny", device="cuda", weights="int8")
+    assert {layer.values.dtype for layer in quantized_linears(pipe.model.target.net)} == {torch.int16}

@@ -19,7 +19,9 @@ from torch import Tensor
 from underdraw.errors import CheckpointError, ConfigError, UnsupportedError
 from underdraw.models.imagenet_classes import class_names
 from underdraw.models.t5_text import clean_caption, strip_markup
+from underdraw.nn import linear, onednn
 from underdraw.nn.cached_decoder import CachedDecoder
+from underdraw.pipeline import Pipeline
 
 HEADS, SIDE = checkpoint_writers.LLAMAGEN["heads"], 4
 
@@ -86,6 +88,21 @@ def test_text_logits_match_the_formulas(t2i: ParityCase, text: str, scale: float
     assert isinstance(prompt.condition, Tensor)
     ours = parity_cases.chain_logits(t2i.model, prompt, t2i.model.make_layout(t2i.model.sizes[0]), codes, scale)
     torch.testing.assert_close(ours, guided_logits(t2i.reference, prompt.condition, codes, scale), atol=2e-4, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_moving_a_model_keeps_the_bits_of_captions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading packs the caption projection as `to` does, so that images do not depend on whether it was called."""
+    monkeypatch.setattr(linear, "prefers_onednn", lambda dtype: True)
+    monkeypatch.setattr(onednn, "_MIN_WEIGHTS", 0)
+    path, _ = checkpoint_writers.write_llamagen(tmp_path, "t2i")
+    model = parity_cases.load(path)
+    assert model.target.projection is not None
+    features = torch.randn(120, model.target.projection[0].in_features, generator=torch.Generator().manual_seed(0))
+    expected, layouts = model.target.projection(features), [p.layout for p in model.target.projection.parameters()]
+    Pipeline(model, drafter="jacobi", tree="none").to("cpu")
+    assert [parameter.layout for parameter in model.target.projection.parameters()] == layouts
+    assert torch.equal(model.target.projection(features), expected)
 
 
 def test_converted_checkpoint_has_equal_logits(t2i: ParityCase, converted: ParityCase) -> None:

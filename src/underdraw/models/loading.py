@@ -236,8 +236,9 @@ def load_model(checkpoint: Checkpoint, placement: Placement) -> LoadedModel:
         parts = {"decoder": model.target.net, "projection": model.target.projection, "tokenizer": model.image_tokenizer}
         for name, part in parts.items():
             check_module(part, f"the {name} of {checkpoint.name}")
-        if placement.device.type == "cpu":
-            pack_weights(model.target.net)
+        for part in (model.target.net, model.target.projection):
+            if part is not None:
+                pack_weights(part)
         return model
 
 

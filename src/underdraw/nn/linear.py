@@ -107,9 +107,9 @@ class QuantizedLinear(nn.Module):
 
     def pack(self) -> None:
         """Store the bytes as their device multiplies best."""
-        weight = self.weight.unpack()
+        weight = self.weight
         if weight.values.is_cpu:
-            weight = weight.pack(PACK_WIDTH if self.outputs % PACK_WIDTH == 0 else self.outputs)
+            weight = weight.unpack().pack(PACK_WIDTH if self.outputs % PACK_WIDTH == 0 else self.outputs)
         elif weight.values.is_cuda:
             weight = weight.to_words()
         self.values = nn.Parameter(weight.values.data, requires_grad=False)

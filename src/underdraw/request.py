@@ -56,6 +56,10 @@ class GenerationRequest:
             raise ConfigError(f"the size {self.size!r} of a request is no ImageSize; use pipe.request().")
         check_guidance(self.guidance)
         check_sampling(self.temperature, self.top_k, self.top_p)
+        for name, kind in (("guidance", float), ("temperature", float), ("top_k", int), ("top_p", float)):
+            value = getattr(self, name)
+            if not isinstance(value, int | float):  # numpy's numbers cannot be written to the metadata of a PNG
+                object.__setattr__(self, name, kind(value))
 
     def select(self, indices: Sequence[int]) -> GenerationRequest:
         """The request of some of the images, in this order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,13 @@ def test_out_of_memory_is_a_capacity_error(pipe: Pipeline) -> None:
 def test_bad_arguments(pipe: Pipeline, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pipe(**{"prompt": "fox", **arguments})
+
+
+def test_numbers_of_numpy_can_be_saved(pipe: Pipeline) -> None:
+    numbers: dict[str, Any] = {"temperature": np.float32(0.5), "top_k": np.int64(9), "guidance_scale": np.float16(2)}
+    settings = pipe.settings(pipe.request("fox", top_p=np.float32(0.5), **numbers))
+    saved = json.loads(json.dumps(settings))
+    assert [saved[name] for name in ("temperature", "top_k", "guidance", "top_p")] == [0.5, 9, 2, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from underdraw.history import History
 from underdraw.layout import Layout
 from underdraw.models.config import Placement
 from underdraw.models.random_weights import ModelShape, model_shape, random_target
+from underdraw.nn.linear import pack_weights
 from underdraw.nn.target import DecoderTarget
 from underdraw.plan import MAX_GPU_DEPTH, MAX_NODES, TreePlan
 from underdraw.policies.fixed import NoTree
@@ -136,6 +137,7 @@ def load_subject(name: str, placement: Placement, pictures: int, layers: int | N
     if name.startswith(RANDOM):
         shape = model_shape(name.removeprefix(RANDOM))
         target = random_target(replace(shape.arch, layers=layers or shape.arch.layers), placement)
+        pack_weights(target.net)  # as those of a loaded checkpoint
         return Subject(name, target, shape.layout, random_prompts(shape, pictures), shape.guidance, shape.top_k)
     from underdraw.pipeline import Pipeline
 

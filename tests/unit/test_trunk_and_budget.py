@@ -7,7 +7,7 @@ import pytest
 from underdraw.errors import ConfigError
 from underdraw.history import History, StepResult
 from underdraw.layout import Layout
-from underdraw.plan import TreePlan
+from underdraw.plan import TreePlan, chain_plan
 from underdraw.policies.budget import Budget
 from underdraw.policies.trunk import Trunk
 from underdraw.registry import policies
@@ -111,9 +111,17 @@ def test_budget_is_plain_decoding_where_nothing_else_pays() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["budget:chain=8", "budget:chain=1:10", "budget:chain=1:10/8:0", "budget:tree=x:1", "budget:allowance=2"]
-)
+    "text",
+    ["budget:chain=8", "budget:chain=1:10", "budget:chain=1:10/8:0", "budget:tree=x:1", "budget:tree=1:9/8:12",
+     "budget:allowance=2"],
+)  # fmt: skip
 def test_impossible_budgets_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"costs '|budget:"):
         policies.build(text)
     assert policies.build(policies.describe(Budget())) == Budget()
+
+
+def test_a_single_size_is_used_also_where_row_ends_make_it_plain_decoding() -> None:
+    history = History(Layout(4, 4, range(4, 10), row_end=20))
+    history.record_first(5)
+    assert policies.build("budget:chain=2:12").plan(history, history.layout.start) == chain_plan(1)

@@ -79,8 +79,8 @@ class Budget:
             raise ConfigError(f"budget:allowance={self.allowance} must lie in [0, 1]; 0.01 is 1 % of a picture.")
         if not any(nodes > 1 for nodes, _ in parse_costs(self.chain)):
             raise ConfigError(f"budget:chain={self.chain} has no size to draft; add pairs such as 8:14.")
-        if self.tree:
-            parse_costs(self.tree)
+        if self.tree and parse_costs(self.tree)[0][0] < 2:
+            raise ConfigError(f"budget:tree={self.tree} has a tree of one node, which is no draft; use at least 2.")
 
     def plan(self, history: History, step: int) -> TreePlan:
         # The host plans between two passes, and a pass may take less than a millisecond: plain numbers, no arrays.
@@ -168,7 +168,7 @@ def _read_costs(chain: str, tree: str | None, row: int, has_row_ends: bool) -> _
     plain_ms, has_plain = measured[0][1], measured[0][0] == 1
     sizes = _list_sizes(measured, parse_costs(tree) if tree else (), row)
     if has_row_ends:  # two nodes are plain decoding
-        sizes = tuple(size for size in sizes if size.nodes != 2 or size.is_tree)
+        sizes = tuple(size for size in sizes if size.nodes != 2 or size.is_tree) or sizes
     drafts = [size.ms for size in sizes if size.nodes > 1]
     pause = min(math.ceil(_PLAN_MS / (0.01 * plain_ms)), _LONGEST_PAUSE) if has_plain else 1
     table = _pass_table(chain, tree, row, has_row_ends)

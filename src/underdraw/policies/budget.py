@@ -8,8 +8,9 @@ together give the time per token of every size, one node (plain decoding) among 
 embedded model (docs/lab.md).
 
 Estimates can be wrong, so there is a ledger as well: what drafting this picture has cost, against what plain decoding
-of the same cells would have. No pass is drafted that could bring it below minus 1 % of the picture
-(3 % where tokens repeat their neighbours, and guesses are good).
+of the same cells would have. No pass is drafted that could bring it below minus 1 % of the picture (3 % where tokens
+repeat their neighbours, and guesses are good). Where the first rows are harder than the rest, that would be the end of
+drafting, so after two rows such a picture is judged anew, with another 1.5 %.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from underdraw.policies.fixed import NoTree
 from underdraw.policies.running_sums import Parts, PassTable, RunningSums
 from underdraw.policies.trunk import Trunk
 
-TREE_REACH, TREE_DIFFICULTY = 2.4, 0.72  # the latter: of the difficulty of a chain
+TREE_REACH, TREE_DIFFICULTY = 2.8, 0.72  # the latter: of the difficulty of a chain
 _LARGE_TREE = 64  # nodes, above which more nodes become branches rather than a longer trunk
 PRIOR_DIFFICULTY = 0.13  # of a chain: between a sprite on a plain background (0.05) and a landscape (0.5)
 _HARD_DIFFICULTY = 0.55  # the same where no token equals its neighbours, as in photos
@@ -37,6 +38,8 @@ _MANY_REPEATS = 0.3  # share of tokens that equal the one above or to the left, 
 _PRIOR_CELLS = 6.0  # cells that the prior is worth
 _HALF_LIFE = 4.0  # rows after which a cell outside of the neighbourhood counts half
 _TRUST = 2.0  # allowances more where tokens repeat: drafting pays there in the end
+_RETRY_ALLOWANCE = 1.5  # allowances more where a picture is judged anew: guesses need some passes to become right
+_RETRY_DIFFICULTY = 0.3  # that is assumed then: of a landscape
 _NEARLY = 1.03  # times per token up to this ratio count as equal
 _PLAN_MS = 0.1  # that the host takes to choose a size
 _LONGEST_PAUSE = 8  # cells
@@ -65,8 +68,9 @@ def _first_passes(nodes: int, row: int, is_tree: bool) -> float:
 class Budget:
     """`chain` and `tree` are measured costs, as `nodes:milliseconds` with `/` between; `tree` None: no trees.
 
-    One node is plain decoding. A picture whose guesses are bad takes at most `allowance` longer by these costs.
-    `init` is the neighbourhood that the difficulty is read off, as in `trunk`.
+    One node is plain decoding. A picture whose guesses are bad takes at most `allowance` longer by these costs, and 1.5
+    times that once more after its first rows. `init` is the neighbourhood that the difficulty is read off, as in
+    `trunk`.
     """
 
     chain: str = "1:10/2:12/4:13/8:15/12:18/18:22/24:26/32:32/64:55"
@@ -113,7 +117,7 @@ class Budget:
 
     def _spare_ms(self, sums: RunningSums, share: float) -> float:
         """Milliseconds that drafting may lose from here on: what it has saved so far, and the allowance."""
-        trust = 1 + _TRUST * max(2 * share - 1, 0.0)
+        trust = 1 + _TRUST * max(2 * share - 1, 0.0) + _RETRY_ALLOWANCE * (sums.origin > 0)
         allowed = self.allowance * trust * sums.image_cells * sums.table.plain_ms
         return max(allowed + sums.saved_ms, 0.0)
 
@@ -125,7 +129,8 @@ def _difficulty(sums: RunningSums, parts: Parts, step: int, share: float) -> flo
     """
     drafted, difficulty = sums.weighted(parts)
     easy = 1.0 if step - sums.start < sums.row // 3 else share  # too few tokens to tell
-    prior = _HARD_DIFFICULTY + (PRIOR_DIFFICULTY - _HARD_DIFFICULTY) * easy
+    hard = _RETRY_DIFFICULTY if sums.origin else _HARD_DIFFICULTY
+    prior = hard + (PRIOR_DIFFICULTY - hard) * easy
     return min(max((difficulty + _PRIOR_CELLS * prior) / (drafted + _PRIOR_CELLS), 0.02), 1.0)
 
 

@@ -12,6 +12,7 @@ from underdraw.history import History
 from underdraw.plan import MAX_NODES
 
 LEFT = 12  # cells to the left that count as near
+RETRY_ROWS = 2  # after so many rows of cells, a picture where drafting has not paid is judged anew
 _MEMO = "accepted"  # key in `History.memo`
 Parts = Sequence[tuple[int, int]]  # ranges of cells, counted from the image's first one
 
@@ -118,7 +119,8 @@ class RunningSums(AcceptedSums):
 
     Each entry goes on with the number of tokens that repeat the one to the left or above; with the number of cells that
     a draft filled and their difficulty; and with the latter two again, decayed: a cell's weight is `keep` to the power
-    of its distance from the last one.
+    of its distance from the last one. If drafts have cost more than they saved by the end of `RETRY_ROWS`, the cells so
+    far no longer count (`origin`): rows without one above them are the hardest to guess, and many are just sky.
     """
 
     def __init__(self, history: History, table: PassTable, keep: float) -> None:
@@ -126,11 +128,12 @@ class RunningSums(AcceptedSums):
         self.table, self.keep, self.image_cells = table, keep, history.layout.stop - history.layout.start
         self.sums = [(0, 0, 0, 0, 0.0, 0.0, 0.0)]
         self.saved_ms = 0.0  # of all drafted passes, against plain decoding of the same cells
+        self.origin = 0  # first cell whose difficulty counts
         self._tokens = [-1] * self.row  # those of the cells; before them, a row that nothing repeats
 
     def extend(self, history: History, step: int) -> None:
         table, keep, sums, tokens, row = self.table, self.keep, self.sums, self._tokens, self.row
-        first = self.start + self.cells
+        first, retry = self.start + self.cells, RETRY_ROWS * row + 1
         passes, accepted, repeats, drafted, difficulty, decayed_drafted, decayed_difficulty = sums[-1]
         new_tokens = history.tokens[first : step + 1].tolist()
         for size, token in zip(_pass_sizes(history, first, step), new_tokens, strict=True):
@@ -145,6 +148,8 @@ class RunningSums(AcceptedSums):
             sums.append((passes, accepted, repeats, drafted, difficulty, decayed_drafted, decayed_difficulty))
             tokens.append(token)
             self.saved_ms += saved_ms
+            if len(sums) == retry and self.saved_ms < 0:
+                self.origin = retry - 1
         self.cells = len(sums) - 1
 
     def repeat_share(self) -> float:
@@ -155,13 +160,18 @@ class RunningSums(AcceptedSums):
 
     def weighted(self, parts: Parts) -> tuple[float, float]:
         """Sums of drafted cells and of their difficulty: decayed, but of equal weight in `parts`."""
-        drafted, difficulty = self.sums[-1][5:]
+        drafted, difficulty = self._decayed(self.origin, self.cells)
         for first, last in parts:
-            drafted_low, difficulty_low, decayed_drafted_low, decayed_difficulty_low = self.sums[first][3:]
-            drafted_high, difficulty_high, decayed_drafted_high, decayed_difficulty_high = self.sums[last][3:]
-            low, high = self.keep ** (self.cells - first), self.keep ** (self.cells - last)
-            drafted += (drafted_high - drafted_low) / len(parts)
-            drafted -= high * decayed_drafted_high - low * decayed_drafted_low
-            difficulty += (difficulty_high - difficulty_low) / len(parts)
-            difficulty -= high * decayed_difficulty_high - low * decayed_difficulty_low
+            first, last = max(first, self.origin), max(last, self.origin)
+            drafted_low, difficulty_low = self.sums[first][3:5]
+            drafted_high, difficulty_high = self.sums[last][3:5]
+            decayed_drafted, decayed_difficulty = self._decayed(first, last)
+            drafted += (drafted_high - drafted_low) / len(parts) - decayed_drafted
+            difficulty += (difficulty_high - difficulty_low) / len(parts) - decayed_difficulty
         return drafted, difficulty
+
+    def _decayed(self, first: int, last: int) -> tuple[float, float]:
+        """The decayed sums of the cells from `first` to before `last`."""
+        low, high = self.keep ** (self.cells - first), self.keep ** (self.cells - last)
+        (drafted_low, difficulty_low), (drafted, difficulty) = self.sums[first][5:], self.sums[last][5:]
+        return high * drafted - low * drafted_low, high * difficulty - low * difficulty_low

@@ -4,13 +4,15 @@
     python benchmarks/replay_kinds.py record benchmarks/traces/kinds.npz --costs costs.json --device cuda --batch 40
     python benchmarks/replay_kinds.py replay benchmarks/traces/kinds.npz --costs costs.json \\
         --out benchmarks/results/replay/kinds.json
+    python benchmarks/replay_kinds.py compare benchmarks/traces/kinds.npz --costs costs.json
 
 `costs` times passes of the large model with nothing drafted, with Jacobi chains and with Jacobi trees. `record` draws
 all prompts of prompts_kinds.json with the embedded model and keeps plan and accepted length of every pass; with those
 costs also for the setting `auto`, as it would be for the large model. `replay` runs the same passes with random weights
 of a published shape and forces those lengths: all work of a pass is done, no picture is drawn. It times every picture,
-and plain decoding in the same context. How fast a real model of that size is depends on how well its tokens can be
-guessed, which this does not measure.
+and plain decoding in the same context. `compare` runs nothing: it adds up the costs of the recorded passes, which tells
+how well policies would do on a machine that is not at hand. How fast a real model of that size is depends on how well
+its tokens can be guessed, which this does not measure.
 """
 
 from __future__ import annotations
@@ -166,6 +168,13 @@ def speed_by_costs(traces: Sequence[Trace], costs: dict[str, Any]) -> dict[str, 
     }
 
 
+def compare(options: argparse.Namespace) -> None:
+    """Print the speed of every recorded setting over plain decoding, by the costs of passes."""
+    by_setting = speed_by_costs(load_traces(options.traces), read_json_object(options.costs, "costs of passes"))
+    for setting, by_kind in by_setting.items():
+        print(f"{setting}: " + ", ".join(f"{kind} {speed:.2f}" for kind, speed in by_kind.items()))
+
+
 def replay_rows(bench: EngineBench, traces: Sequence[Trace], limit: int | None) -> Iterator[dict[str, Any]]:
     """One row per trace, kinds and settings in turns, so that a run that is cut short has all of them."""
     names = [(trace.about["setting"], trace.about["kind"]) for trace in traces]
@@ -200,7 +209,7 @@ def run_trace(bench: EngineBench, drafter: JacobiTree, verifier: ReplayVerifier,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("costs", "record", "replay"):
+    for name in ("costs", "record", "replay", "compare"):
         command = commands.add_parser(name)
         command.add_argument("--device", default="auto")
         command.add_argument("--model", default="tiny" if name == "record" else "anole-7b")
@@ -209,7 +218,11 @@ def main() -> None:
             command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
             continue
         command.add_argument("traces", type=Path, metavar="NPZ")
-        command.add_argument("--costs", type=Path, metavar="JSON", help="what `costs` wrote")
+        command.add_argument(
+            "--costs", type=Path, metavar="JSON", help="what `costs` wrote", required=name == "compare"
+        )
+        if name == "compare":
+            continue
         command.add_argument("--setting", action="append", choices=[*SETTINGS, "auto"], help="only this one; repeat")
         if name == "record":
             command.add_argument("--add", action="store_true", help="keep the traces that the file has")
@@ -221,7 +234,8 @@ def main() -> None:
             command.add_argument("--limit", type=int, metavar="N", help="only N traces")
             command.add_argument("--seconds", type=float, default=600, help="stop after this time")
     options = parser.parse_args()
-    {"costs": measure_costs, "record": record, "replay": replay}[options.command](options)
+    commands_by_name = {"costs": measure_costs, "record": record, "replay": replay, "compare": compare}
+    commands_by_name[options.command](options)
 
 
 if __name__ == "__main__":

@@ -77,11 +77,13 @@ def test_traces_are_recorded_and_replayed(tmp_path: Path) -> None:
     settings = {"chain 64", "tree 16", "auto"}
     assert len(traces) == 15 and {trace.about["setting"] for trace in traces} == settings
     assert all(sum(trace.accepted) + len(trace.accepted) == small_checkpoint.TOKENS for trace in traces)
+    compared = run("compare", tmp_path / "traces.npz", *costs)
     text = run(
         "replay", tmp_path / "traces.npz", "--model", "toy", "--limit", 3, "--out", tmp_path / "replay.json", *costs
     )
     result = json.loads((tmp_path / "replay.json").read_text())
     assert len(result["rows"]) == 3 and all(row["over_plain"] > 0 for row in result["rows"])
+    assert f"auto: plain {result['by_costs']['auto']['plain']:.2f}, " in compared and compared.count("photo") == 3
     assert "random:toy" in text and "chain 64 | **" in text
     section, fixed, growth = record_sections(read_record(tmp_path / "replay.json"))
     assert fixed.table is not None and {row[0] for row in fixed.table.rows} == settings

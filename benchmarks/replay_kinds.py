@@ -10,9 +10,9 @@
 all prompts of prompts_kinds.json with the embedded model and keeps plan and accepted length of every pass; with those
 costs also for the setting `auto`, as it would be for the large model. `replay` runs the same passes with random weights
 of a published shape and forces those lengths: all work of a pass is done, no picture is drawn. It times every picture,
-and plain decoding in the same context. `compare` runs nothing: it adds up the costs of the recorded passes, which tells
-how well policies would do on a machine that is not at hand. How fast a real model of that size is depends on how well
-its tokens can be guessed, which this does not measure.
+and plain decoding in the same context. `compare` only adds up the costs of the recorded passes, to estimate speed on a
+machine that is not at hand. How fast a real model of that size is depends on how well its tokens can be guessed, which
+this does not measure.
 """
 
 from __future__ import annotations
@@ -211,8 +211,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("costs", "record", "replay", "compare"):
         command = commands.add_parser(name)
-        command.add_argument("--device", default="auto")
-        command.add_argument("--model", default="tiny" if name == "record" else "anole-7b")
+        if name != "compare":
+            command.add_argument("--device", default="auto")
+            command.add_argument("--model", default="tiny" if name == "record" else "anole-7b")
         if name == "costs":
             command.add_argument("out", type=Path, metavar="JSON")
             command.add_argument("--sizes", type=int, nargs="+", default=SIZES)

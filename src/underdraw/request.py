@@ -58,7 +58,7 @@ class GenerationRequest:
         check_sampling(self.temperature, self.top_k, self.top_p)
         for name, kind in (("guidance", float), ("temperature", float), ("top_k", int), ("top_p", float)):
             value = getattr(self, name)
-            if not isinstance(value, int | float):  # numpy's numbers cannot be written to the metadata of a PNG
+            if not isinstance(value, int | float):  # numpy's float32 cannot be written to the metadata of a PNG
                 object.__setattr__(self, name, kind(value))
 
     def select(self, indices: Sequence[int]) -> GenerationRequest:

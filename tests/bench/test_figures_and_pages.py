@@ -16,7 +16,6 @@ from underdraw.bench import figures
 from underdraw.bench.figures import RUN_FIGURES, FigureData
 from underdraw.bench.presets import PRESETS
 
-ROOT = Path(__file__).parents[2]
 ALWAYS = {"speedup", "accepted", "entropy", "ranks", "lengths", "depth", "width", "nodes"}
 SPREAD = {"median": 1.5, "p10": 1.2, "p90": 1.9}
 

@@ -44,7 +44,8 @@ def test_verifier_replays_one_trace_after_another_in_the_same_tensors() -> None:
 
 
 def run_script(name: str, *arguments: object) -> str:
-    words = [sys.executable, f"benchmarks/{name}.py", *map(str, arguments), "--device", "cpu"]
+    device = () if "compare" in arguments else ("--device", "cpu")
+    words = [sys.executable, f"benchmarks/{name}.py", *map(str, arguments), *device]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

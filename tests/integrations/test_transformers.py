@@ -36,7 +36,7 @@ def test_greedy_janus_equals_transformers(janus: Any, tree: str) -> None:
     assert torch.equal(drawn, expected)
 
 
-def test_guidance_of_janus_is_the_models(janus: Any) -> None:
+def test_janus_uses_the_guidance_scale_of_call_or_model(janus: Any) -> None:
     """Its text mode drops the call's scale before `custom_generate` sees it; a folder of the hub does see it."""
     folder = str(Path(__file__).parents[2] / "integrations" / "hub")
     own: dict[str, Any] = {"custom_generate": custom_generate, "do_sample": False}

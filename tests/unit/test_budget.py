@@ -44,7 +44,7 @@ def test_budget_is_hardly_slower_than_plain_decoding_on_photos() -> None:
     """One per cent for the first tries, 1.5 for those after the first rows."""
     plain = PASSES * CURVES["cpu"][0][1]
     spent = budget_ms("photo", "cpu")
-    assert max(spent) < 1.03 * plain and float(np.mean(spent)) < 1.025 * plain
+    assert max(spent) <= 1.025 * plain
     assert budget_ms("photo", "cpu", allowance=0.0) == pytest.approx([plain] * len(SEEDS))
 
 

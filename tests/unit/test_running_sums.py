@@ -17,7 +17,7 @@ LAYOUTS = {"grid": Layout(6, 24, range(8)), "row ends": Layout(6, 24, range(4, 1
 COLUMNS = np.random.default_rng(5).uniform(0.1, 0.9, (3, 258))  # by size: first, scale and spent of a PassTable
 INITS = ("above", "left", "above-right", "both", "previous")
 PLANS = (chain_plan(0), chain_plan(1), chain_plan(7), TreePlan(6, 2, 4, 16))
-KEEP, PLAIN_MS = 0.97, 0.4
+KEEP = 0.97
 
 
 def random_history(layout: Layout) -> tuple[History, list[int]]:
@@ -37,10 +37,11 @@ def random_history(layout: Layout) -> tuple[History, list[int]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("init", INITS)
-def test_sums_equal_those_over_all_cells(layout: Layout, init: str) -> None:
+@pytest.mark.parametrize("plain_ms", [0.4, 0.05])  # drafts pay, or do not
+def test_sums_equal_those_over_all_cells(layout: Layout, init: str, plain_ms: float) -> None:
     history, roots = random_history(layout)
     row, start, forced_depth = layout.row_stride, layout.start, int(layout.row_end is not None)
-    sums = RunningSums(history, PassTable(*COLUMNS.tolist(), PLAIN_MS, forced_depth=forced_depth), KEEP)
+    sums = RunningSums(history, PassTable(*COLUMNS.tolist(), plain_ms, forced_depth=forced_depth), KEEP)
     for root in roots:
         sums.extend(history, root)
         cells = range(start, root + 1)
@@ -48,7 +49,7 @@ def test_sums_equal_those_over_all_cells(layout: Layout, init: str) -> None:
         sizes = [size_index(int(history.nodes[cell]), int(history.depth[cell])) for cell in cells]
         first, scale, spent = COLUMNS[:, sizes]
         passes = 1 / (history.accepted[cells] + 1)
-        assert sums.saved_ms == pytest.approx(((PLAIN_MS - spent * passes) * is_drafted).sum())
+        assert sums.saved_ms == pytest.approx(((plain_ms - spent * passes) * is_drafted).sum())
         weights = KEEP ** np.arange(len(cells))[::-1]
         parts = sums.neighbourhood(init)
         for first_cell, last_cell in parts:
@@ -60,6 +61,7 @@ def test_sums_equal_those_over_all_cells(layout: Layout, init: str) -> None:
         repeats = sum(history.tokens[c] in (history.tokens[c - 1], history.tokens[max(c - row, 0)]) for c in last)
         if len(last) == row and last[0] >= start + row:
             assert sums.repeat_share() == pytest.approx(repeats / row)
+    assert (sums.origin > 0) is (plain_ms < 0.1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

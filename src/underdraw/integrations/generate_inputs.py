@@ -77,8 +77,8 @@ def check_generation_config(config: Any) -> None:
 def check_raw_arguments(model_type: str, arguments: Mapping[str, Any]) -> None:
     """Raise an UnsupportedError for arguments of `generate` that transformers would not hand over to custom_generate.
 
-    Only a folder of the hub sees them: Janus' `generate` drops logits processors and guidance, no model's hands over a
-    streamer.
+    Only a folder of the hub sees them: Janus' `generate` drops logits processors and negative prompts, and no model's
+    hands over a streamer.
     """
     dropped = ("logits_processor", "negative_prompt_ids") if model_type == "janus" else ()
     for name in ("streamer", *dropped):

@@ -303,7 +303,10 @@ def _check_weights(model: Any) -> None:
 def _resolve_guidance(
     adapter: Adapter, guidance: float | None, config: Any, processors: Sequence[Any], model: Any
 ) -> float:
-    """The first scale that is set; `config` is the call's, from which Janus' `generate` removes it."""
+    """The first guidance scale that is set.
+
+    Janus' `generate` drops the call's scale from `config`, so the model's own generation config is asked next.
+    """
     sources = [*processors, config, *([] if adapter.guidance is None else [model.generation_config])]
     scales = (guidance, *(getattr(source, "guidance_scale", None) for source in sources), adapter.guidance)
     scale = float(next((scale for scale in scales if scale is not None), 1.0))

@@ -219,10 +219,10 @@ def _describe_companions(model: LoadedModel, folder: Path) -> str:
     if model.checkpoint is None or not (folder / COMPANIONS).exists():
         return ""
     hub_ids = [companion.hub_id for companion in model.checkpoint.companions if companion.hub_id is not None]
-    if not hub_ids:
-        return ""
-    names = ", ".join(f"`{name}`" for name in sorted({"/".join(hub_id.split("/")[:2]) for hub_id in hub_ids}))
-    return f"\n`{COMPANIONS}` holds files of {names}, under their own licences.\n"
+    owners = [f"`{name}`" for name in sorted({"/".join(hub_id.split("/")[:2]) for hub_id in hub_ids})]
+    if len(hub_ids) < len(model.checkpoint.companions):
+        owners.append("other folders than the model's")
+    return f"\n`{COMPANIONS}` holds files of {', '.join(owners)}, under their own licences.\n"
 
 
 def _write_card(

@@ -1,6 +1,7 @@
 """Size of Jacobi chains and trees by cost: the number of nodes with the least time per token, cell by cell.
 
-Passes per token of a Jacobi chain of n nodes are close to `d + (1 - d) * reach / n`, for easy and hard pictures alike.
+Passes per token of a Jacobi chain of n nodes are close to `d + (1 - d) * reach / n`, for easy and hard pictures alike
+(in landscapes small windows look harder than large ones).
 The difficulty d is how often a guess is wrong however often it was verified; the second part is how far ahead guesses
 are verified before they are needed. A tree of n nodes makes fewer mistakes and looks less far ahead. The difficulty of
 the next cells is read off passes of the row above; what a pass of n nodes costs was measured on this machine. Both
@@ -39,7 +40,7 @@ _PRIOR_CELLS = 6.0  # cells that the prior is worth
 _HALF_LIFE = 4.0  # rows after which a cell outside of the neighbourhood counts half
 _TRUST = 2.0  # allowances more where tokens repeat: drafting pays there in the end
 _RETRY_ALLOWANCE = 1.5  # allowances more where a picture is judged anew: guesses need some passes to become right
-_RETRY_DIFFICULTY = 0.3  # that is assumed then: of a landscape
+_RETRY_DIFFICULTY = 0.3  # assumed then: of small chains on landscapes of the embedded model
 _NEARLY = 1.03  # times per token up to this ratio count as equal
 _PLAN_MS = 0.1  # that the host takes to choose a size
 _LONGEST_PAUSE = 8  # cells

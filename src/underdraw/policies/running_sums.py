@@ -119,8 +119,9 @@ class RunningSums(AcceptedSums):
 
     Each entry goes on with the number of tokens that repeat the one to the left or above; with the number of cells that
     a draft filled and their difficulty; and with the latter two again, decayed: a cell's weight is `keep` to the power
-    of its distance from the last one. If drafts have cost more than they saved by the end of `RETRY_ROWS`, the cells so
-    far no longer count (`origin`): rows without one above them are the hardest to guess, and many are just sky.
+    of its distance from the last one. If drafts have cost more than they saved by the end of `RETRY_ROWS`, the
+    difficulty of the cells so far no longer counts (`origin`), only their accepted lengths and repeats. The first rows
+    are the hardest to guess: the first has no row above it, and many photographs begin with noisy sky.
     """
 
     def __init__(self, history: History, table: PassTable, keep: float) -> None:

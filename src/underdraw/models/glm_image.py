@@ -201,12 +201,12 @@ def _prompt_builder(checkpoint: Checkpoint) -> MakePrompt:
     """The chat template's text, the sizes of both grids and the image start token."""
     image_start = int(_decoder_checkpoint(checkpoint).config.get("image_start_token_id", IMAGE_START))
     folder = checkpoint.folder
-    beside = folder.parent / TEXT_FOLDER  # of the decoder's folder in a whole pipeline
-    folders = (folder / TEXT_FOLDER, folder, folder / COMPANIONS / TEXT_FOLDER, beside)
+    sibling = folder.parent / TEXT_FOLDER  # of the decoder's folder in a whole pipeline
+    folders = (folder / TEXT_FOLDER, folder, folder / COMPANIONS / TEXT_FOLDER, sibling)
     path = next((parent / "tokenizer.json" for parent in folders if (parent / "tokenizer.json").exists()), None)
     if path is None:
         raise CheckpointError(f"{checkpoint.name} has no text tokenizer; put tokenizer.json into {folders[0]}.")
-    if path.parent == beside:
+    if path.parent == sibling:
         checkpoint.declare_companion([TEXT_FOLDER], None)
     encode = load_text_tokenizer(path, add_special_tokens=True).encode
     settings = Checkpoint(path.parent, checkpoint.name).read_json("tokenizer_config.json")

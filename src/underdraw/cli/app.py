@@ -131,6 +131,7 @@ def main(arguments: Sequence[str] | None = None, *, command: typer.Typer = app, 
     """Run a command, `underdraw` or a script of its own; returns the exit code."""
     open_streams()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that choosing a BLAS library is experimental
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # threads that wait give way to other programs sooner
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a prompt may hold characters that the terminal lacks
